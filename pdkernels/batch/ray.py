@@ -31,11 +31,13 @@ from pdkernels._version import __version__
 from pdkernels.batch.ledger import Ledger, ledger_path, refuse_links
 from pdkernels.batch.prompt_files import OP, Contents, Prompt, check_output, model_identity, read_prompts, writer
 from pdkernels.decoding import default_method, find, generate, sequence_seed
-from pdkernels.decoding.generate import ARGUMENTS
-from pdkernels.decoding.options import check_options
-from pdkernels.generation.params import SETTINGS
-from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
-from pdkernels.models.checkpoints.zoo import WEIGHTS
+from pdkernels.decoding._options import check_options, refuse_settings
+from pdkernels.generation.params import SETTINGS, SamplingParams, take_params
+from pdkernels.integrations.ledger import Ledger, ledger_path, refuse_links
+from pdkernels.integrations.prompt_files import OP, Contents, Prompt, check_output, model_identity, read_prompts, writer
+from pdkernels.models.adapters import named_adapter
+from pdkernels.models.packaged import PACKAGED, packaged
+from pdkernels.models.zoo import WEIGHTS
 
 __all__ = ["GenerationReport", "generate_files"]
 
@@ -91,7 +93,7 @@ class Worker:
         model: its name or path.
         loading: other arguments of `models.load`.
         method: None: that of `default_method`.
-        seed, options: of `generate_files`.
+        seed, params, options: of `generate_files`; the options are those of the method and `overflow`.
         on_error: whether a failing prompt gets an error as its result or stops the run.
     """
 
@@ -101,17 +103,18 @@ class Worker:
         loading: dict[str, Any],
         method: str | None,
         seed: int,
+        params: SamplingParams,
         options: dict[str, Any],
         on_error: OnError = "record",
     ) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
-        self.seed, self.options, self.on_error = seed, options, on_error
+        self.seed, self.params, self.options, self.on_error = seed, params, options, on_error
         self.works = False
         self.refused: Exception | None = None
         try:
             self.model = models.load(model, **loading)
             if method is None:
-                own = [name for name in options if name not in _OF_GENERATE]
+                own = [name for name in options if name not in _ARGUMENTS]
                 method, chosen = default_method(self.model, own, name=model, several=True)
                 self.options = {**chosen, **options}
                 _check_options(method, self.options)
@@ -147,10 +150,8 @@ class Worker:
         return [result for prompt in prompts for result in self.generate([prompt])]
 
     def _texts(self, prompts: list[tuple[int, Any]]) -> list[Result]:
-        options = dict(self.options)
-        if "seed" in self.method.options:
-            options["seed"] = [sequence_seed(self.seed, number) for number, _ in prompts]
-        found = generate(self.model, [prompt for _, prompt in prompts], self.method, **options)
+        params = self.params.replace(seed=[sequence_seed(self.seed, number) for number, _ in prompts])
+        found = generate(self.model, [prompt for _, prompt in prompts], self.method, params=params, **self.options)
         self.works = True
         lines = zip(prompts, found.text or [], found.tokens, strict=True)
         return [(number, text, len(tokens), "") for (number, _), text, tokens in lines]
@@ -164,7 +165,7 @@ class Worker:
             raise _Started
 
         try:
-            generate(self.model, prompt, self.method, on_tokens=stop, **self.options)
+            generate(self.model, prompt, self.method, params=self.params, on_tokens=stop, **self.options)
         except _Started:
             pass
         self.works = True
@@ -182,14 +183,23 @@ def _about_prompts(error: Exception) -> str | None:
     return None
 
 
-# A result is the text of one prompt, and settings are kept with it as JSON.
-_ABSENT = {"on_tokens", "trace", "n", "logprobs", "logits_processor", "stopping_criteria", "max_time"}
-_OF_GENERATE = tuple(name for name in (*SETTINGS, *ARGUMENTS) if name not in _ABSENT)
+REFUSED = {
+    "n": "a prompt has one text",
+    "logprobs": "a file of texts has no place for them",
+    "max_time": "texts would depend on the speed of the machine",
+} | {
+    name: "settings are kept with the texts as JSON"
+    for name, setting in SETTINGS.items()
+    if setting.kind in ("functions", "grammar")
+}
+"""Settings that files of texts cannot follow, and why."""
+_ARGUMENTS = ("overflow", "infill")
+"""Options of `generate` that are neither settings nor those of a method."""
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:
-    own = {name: value for name, value in options.items() if name not in _OF_GENERATE}
-    check_options(find(method), own, _OF_GENERATE)
+    own = {name: value for name, value in options.items() if name not in _ARGUMENTS}
+    check_options(find(method), own, (*(name for name in SETTINGS if name not in REFUSED), *_ARGUMENTS))
 
 
 def generate_files(
@@ -198,6 +208,7 @@ def generate_files(
     model: str | os.PathLike[str],
     method: str | None = None,
     *,
+    params: SamplingParams | None = None,
     workers: int = 0,
     batch_size: int = 8,
     column: str = "prompt",
@@ -222,6 +233,7 @@ def generate_files(
             the version of this package have to be the same; `workers` and `batch_size` may differ.
         model: an argument of `pdkernels.models.load` that is valid on the machines of all workers.
         method: one of `pdkernels.decoding.available()`; None: that of `pdkernels.decoding.default_method` for the model.
+        params: `SamplingParams` to start from; settings among the `options` come before its own.
         workers: processes of a Ray cluster, each with a model. The cluster is that of ``ray.init`` or RAY_ADDRESS, or else one that
             is started on this machine. 0: only this process, without Ray.
         batch_size: prompts per generation.
@@ -234,7 +246,8 @@ def generate_files(
         cpus, gpus: resources of a worker. None: a GPU if `device` is "cuda".
         start_timeout: seconds until all workers have to be up. The first batch waits for them, so that all workers get batches.
         progress: called with the number of finished prompts and of all prompts.
-        **options: `max_new_tokens` and the others of `pdkernels.decoding.generate`.
+        **options: settings (the fields of `SamplingParams`, but for `n`, `logprobs`, `max_time`, functions and grammars), `overflow` and options
+            of the method, as for `pdkernels.decoding.generate`.
 
     Returns:
         `GenerationReport`.
@@ -242,6 +255,7 @@ def generate_files(
     Raises:
         ValueError, TypeError: invalid files, fields or options, and errors of `generate` from any worker; an output that another call
             is writing, that is a link, or whose ``.partial`` is damaged or belongs to another run. Nothing is changed in these cases.
+        NotImplementedError: a setting that files of texts, or the method, do not follow.
         OSError: an output that cannot be written, as on a full disk. Finished results are kept.
         ImportError: without Ray, or without pyarrow for Parquet.
         RuntimeError: for workers that do not start in time, and a batch whose workers died four times.
@@ -256,11 +270,17 @@ def generate_files(
     """
     paths = [prompts] if isinstance(prompts, (str, os.PathLike)) else list(prompts)
     workers, batch_size = integer(OP, "workers", workers, 0), integer(OP, "batch_size", batch_size, 1)
-    seed = integer(OP, "seed", seed, 0)
+    recorded = {**(params.asked if params is not None else {}), **options}
+    own_seed = recorded.pop("seed", 0)
+    seed = integer(OP, "seed", seed or own_seed, 0)
+    params = take_params("decoding.generate", params, options)
+    for name in REFUSED.keys() & params.asked.keys():
+        raise NotImplementedError(sentence(OP, f"files of texts do not follow {name}: {REFUSED[name]}"))
     check_type(isinstance(model, (str, os.PathLike)), OP, "model", "be a name or a path", type(model).__name__)
     check_choice(OP, "on_error", on_error, get_args(OnError))
     if method is not None:
         _check_options(method, options)
+        refuse_settings(find(method), params)
     target = Path(output).absolute()
     check_output(target)
     refuse_links(target)
@@ -278,7 +298,7 @@ def generate_files(
             adapter if isinstance(adapter, str) and not Path(adapter).exists() else Path(adapter).absolute()
         )
     try:
-        json.dumps(options)
+        json.dumps(recorded)
     except (TypeError, ValueError) as error:
         raise TypeError(message(OP, "options", "be what JSON can hold", str(error))) from None
     identity = _identity(name)
@@ -294,7 +314,7 @@ def generate_files(
         "dtype": str(dtype),
         "device": str(device),
         "on_error": on_error,
-        "options": options,
+        "options": recorded,
     }
     count = contents.count
     ledger = Ledger(target, run, count)
@@ -306,7 +326,7 @@ def generate_files(
         start = time.monotonic()
         left = (x for x in contents.watched(read_prompts(paths, column)) if x.number not in ledger.offsets)
         if report.generated:
-            made = (name, loading, method, seed, options, on_error)
+            made = (name, loading, method, seed, params, options, on_error)
             needs = {"num_cpus": cpus, "num_gpus": (device.startswith("cuda") if gpus is None else gpus) or None}
             waiting = _batches(_readable(left, ledger, on_error), batch_size, column)
             results = _on_ray(waiting, made, workers, needs, start_timeout) if workers else _here(waiting, made)

@@ -44,7 +44,7 @@ from pdkernels.cli._serve import serve
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table
 from pdkernels.cli._terminal import MAX_THREADS, Output, check_file, errors_reported, show_warning, use_threads, writing
-from pdkernels.cli._usage import Commands, print_version
+from pdkernels.cli._usage import Commands, Sectioned, print_version
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models.checkpoints.zoo import WEIGHTS
 
@@ -60,9 +60,9 @@ app = typer.Typer(
 )
 
 
-app.command()(generate)
-app.command("batch")(batch)
-app.command("chat")(chat)
+app.command(cls=Sectioned)(generate)
+app.command("batch", cls=Sectioned)(batch)
+app.command("chat", cls=Sectioned)(chat)
 app.command("serve")(serve)
 app.command("demo")(demo)
 

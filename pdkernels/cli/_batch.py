@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,23 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from pdkernels._validation import refuse
-from pdkernels.batch.ray import generate_files
-from pdkernels.cli._terminal import (
-    DTYPE_HELP,
-    MAX_THREADS,
-    assigned_options,
-    errors_reported,
-    named_device,
-    named_dtype,
-)
-from pdkernels.decoding.method import SHARED
+from pdkernels.cli._settings import read_settings, takes_settings
+from pdkernels.cli._terminal import DTYPE_HELP, MAX_THREADS, errors_reported, named_device, named_dtype
+from pdkernels.integrations.ray import REFUSED, generate_files
 
 _COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
 
-_SET = ("prompt", "max_new_tokens", "on_tokens", "n")
-"""Arguments of `generate` that are no options here."""
 
-
+@takes_settings(REFUSED)
 def batch(
     prompts: Annotated[
         list[Path],
@@ -50,7 +40,6 @@ def batch(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 8,
     column: Annotated[str, typer.Option(help="Name of the field that holds the prompt.")] = "prompt",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per prompt.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help=SHARED["seed"])] = 0,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="A method option, such as block_size=16. May be given several times."),
@@ -58,10 +47,6 @@ def batch(
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT LoRA adapter.")] = None,
-    temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
-    top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
-    top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
-    min_p: Annotated[float | None, typer.Option(help=SHARED["min_p"])] = None,
     on_error: Annotated[
         str, typer.Option(help="What to do when a prompt fails: 'record' its error instead of a text, or 'stop'.")
     ] = "record",
@@ -69,13 +54,13 @@ def batch(
         int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of this process, without workers.")
     ] = None,
     cpus: Annotated[float, typer.Option(min=0, help="CPU cores per worker.")] = 1,
+    **typed: Any,
 ) -> None:
     """Generate for all prompts of files. The same command resumes an interrupted run.
 
     Exit code 0: every prompt has a text. 1: some have an error instead, or the run could not finish. 2: the arguments were refused.
     """
     console = Console(stderr=True, highlight=False)
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     with (
         errors_reported(),
         Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress,
@@ -84,7 +69,7 @@ def batch(
         refuse(bool(threads and workers), "batch", "--threads is for this process", "Pass --cpus for --workers.")
         if threads:
             torch.set_num_threads(threads)
-        options = {name: value for name, value in given.items() if value is not None}
+        settings, options = read_settings("batch", typed, option, {}, REFUSED)
         report = generate_files(
             prompts,
             output,
@@ -93,7 +78,6 @@ def batch(
             workers=workers,
             batch_size=batch_size,
             column=column,
-            seed=seed,
             device=named_device("batch", device),
             dtype=named_dtype("batch", dtype),
             adapter=adapter,
@@ -101,8 +85,8 @@ def batch(
             cpus=cpus,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
             max_new_tokens=max_new_tokens,
+            **settings,
             **options,
-            **assigned_options("batch", option or [], options, {*_SET, *inspect.signature(generate_files).parameters}),
         )
     speed = report.tokens / report.seconds if report.seconds else 0.0
     earlier = f", {report.resumed} in all by an earlier run" if report.resumed else ""

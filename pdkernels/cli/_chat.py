@@ -17,7 +17,8 @@ from rich.text import Text
 from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
-from pdkernels.cli._suggested import as_flags, settings
+from pdkernels.cli._settings import ONE_TEXT, read_settings, takes_settings
+from pdkernels.cli._suggested import DRAWS, as_flags, settings
 from pdkernels.cli._terminal import (
     CACHE_DTYPE_HELP,
     DEVICE_HELP,
@@ -27,7 +28,6 @@ from pdkernels.cli._terminal import (
     MAX_THREADS,
     PACKED_HELP,
     Stream,
-    assigned_options,
     block_size_of,
     errors_reported,
     is_ours,
@@ -36,24 +36,22 @@ from pdkernels.cli._terminal import (
     use_threads,
     visible,
 )
-from pdkernels.decoding.method import SHARED
+from pdkernels.decoding import SamplingParams
 
 COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
 
 
 CARDS = {"smollm2-135m-instruct": {"temperature": 0.2, "top_p": 0.9}}
 """What model cards say, for packaged models without a generation_config.json."""
-_SET = {"model", "prompt", "method", "max_new_tokens", "on_tokens", "grammar", "n", "infill", "trace"}
-"""Arguments of `generate` that are no options here."""
 
 
 class Chat:
     """A model, its decoding options, and the messages so far. Every turn processes the whole chat again."""
 
     def __init__(
-        self, model: Any, method: str, options: dict[str, Any], max_new_tokens: int, system: str | None
+        self, model: Any, method: str, params: SamplingParams, options: dict[str, Any], system: str | None
     ) -> None:
-        self.model, self.method, self.options, self.max_new_tokens = model, method, options, max_new_tokens
+        self.model, self.method, self.params, self.options = model, method, params, options
         self._opening = [{"role": "system", "content": system}] if system else []
         self.reset()
 
@@ -65,7 +63,7 @@ class Chat:
         asked = [*self.messages, {"role": "user", "content": question}]
         prompt = self.model.tokenizer.encode_chat(asked)
         stream, written = Stream(console, self.model.tokenizer), list[int]()
-        max_new_tokens, started = self._max_new_tokens(len(prompt)), time.perf_counter()
+        params, started = self._fitting(len(prompt)), time.perf_counter()
 
         interrupts = 0
 
@@ -85,12 +83,7 @@ class Chat:
         before = signal.signal(signal.SIGINT, interrupt)
         try:
             stats = decoding.generate(
-                self.model,
-                prompt,
-                decoding.find(self.method),
-                max_new_tokens=max_new_tokens,
-                on_tokens=listen,
-                **self.options,
+                self.model, prompt, decoding.find(self.method), params=params, on_tokens=listen, **self.options
             ).stats
         except KeyboardInterrupt:
             figures = f"{len(written)} tokens, stopped after {time.perf_counter() - started:.1f} s"
@@ -103,23 +96,17 @@ class Chat:
         self.messages = [*asked, {"role": "assistant", "content": self.model.tokenizer.decode(written)}]
         return figures
 
-    def _max_new_tokens(self, tokens: int) -> int:
-        """New tokens that fit into the model's positions."""
+    def _fitting(self, tokens: int) -> SamplingParams:
+        """The settings, with as many new tokens as fit into the model's positions after a prompt."""
         maximum = getattr(self.model.config, "max_positions", None)
         if maximum is None:
-            return self.max_new_tokens
-        remedy = "Start again with /reset."
-        demand(
-            tokens < maximum,
-            "chat",
-            "the chat",
-            f"leave room for an answer in {maximum} positions",
-            f"{tokens} tokens",
-            remedy,
-        )
-        return min(self.max_new_tokens, int(maximum) - tokens)
+            return self.params
+        words = f"leave room for an answer in {maximum} positions"
+        demand(tokens < maximum, "chat", "the chat", words, f"{tokens} tokens", "Start again with /reset.")
+        return self.params.replace(max_new_tokens=min(self.params.max_new_tokens, int(maximum) - tokens))
 
 
+@takes_settings(ONE_TEXT)
 def chat(
     model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = (
         "smollm2-135m-instruct"
@@ -138,16 +125,6 @@ def chat(
         str | None, typer.Option(metavar="INTEGER|auto", help="Tokens per draft or block; by default the method's.")
     ] = None,
     drafter: Annotated[str | None, typer.Option(help=DRAFTER_HELP)] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Sampling temperature; 0 is greedy. Without any of these four, as the model's authors suggest."
-        ),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
-    top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
-    min_p: Annotated[float | None, typer.Option(help=SHARED["min_p"])] = None,
-    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
@@ -165,12 +142,19 @@ def chat(
     threads: Annotated[
         int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default torch's setting.")
     ] = None,
+    **typed: Any,
 ) -> None:
-    """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures."""
+    """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures.
+
+    Without an option of a draw, such as a temperature, it samples as the model's authors suggest.
+    """
     console = Console(highlight=False)
     with errors_reported():
         if method is not None:
             decoding.find(method)
+        options: dict[str, Any] = {"draft": draft, "block_size": block_size_of("chat", block_size)}
+        chosen, options = read_settings("chat", typed, option, options, ONE_TEXT)
+        params = SamplingParams(op="chat", max_new_tokens=max_new_tokens, **chosen)
         grammar = grammar_of("chat", json_schema, regex, choice, ebnf)
         language_model: Any = load("chat", model, device, dtype, packed, cache_dtype, drafter)
         use_threads(threads, [language_model])
@@ -182,24 +166,21 @@ def chat(
             model,
             "Use generate to continue a text.",
         )
-        given: dict[str, Any] = {"draft": draft, "block_size": block_size_of("chat", block_size), "seed": seed}
-        given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        options = {name: value for name, value in given.items() if value is not None}
-        options |= assigned_options("chat", option or [], options, _SET)
-        chosen_by_user = options.keys() & {"temperature", "top_k", "top_p", "min_p"}
-        suggestion = {} if chosen_by_user else settings(model) or CARDS.get(model, {})
+        suggestion = {} if chosen.keys() & set(DRAWS) else settings(model) or CARDS.get(model, {})
         if method is None:
-            method, chosen = decoding.default_method(language_model, options, name=model)
-            options = {**chosen, **options}
+            method, usual = decoding.default_method(language_model, options, name=model)
+            options = {**usual, **options}
         elif method == "jacobi":
             options.setdefault("draft", "lookup")
         # A first, hidden answer absorbs the start-up cost, that of measuring included, and refuses unsupported options before the
         # first question. Three tokens have room for a draft.
-        usable = {*decoding.method_options(method), "repetition_penalty"} - options.keys()
-        suggestion = {name: value for name, value in suggestion.items() if name in usable}
-        options |= suggestion
+        found = decoding.find(method)
+        suggestion = {
+            name: value for name, value in suggestion.items() if name not in chosen and not found.refusal(name, value)
+        }
+        params = params.replace("chat", **suggestion)
         first = [{"role": "user", "content": "Hi"}]
-        decoding.generate(language_model, first, decoding.find(method), max_new_tokens=3, **options)
+        decoding.generate(language_model, first, found, params=params, max_new_tokens=3, **options)
         if suggestion:
             words = (
                 f"Sampling as the model's authors suggest: {as_flags(suggestion)}. --temperature 0 decodes greedily."
@@ -207,8 +188,8 @@ def chat(
             console.print(Text(words, "dim"), soft_wrap=True)
         if grammar is not None:
             grammar.for_model(language_model, language_model.end_tokens)
-            options["grammar"] = grammar
-        talk(console, Chat(language_model, method, options, max_new_tokens, system))
+            params = params.replace(grammar=grammar)
+        talk(console, Chat(language_model, method, params, options, system))
 
 
 def talk(console: Console, chat: Chat) -> None:

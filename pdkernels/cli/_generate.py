@@ -15,6 +15,7 @@ from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels._validation import did_you_mean, refuse
 from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
+from pdkernels.cli._settings import ONE_TEXT, read_settings, takes_settings
 from pdkernels.cli._suggested import advice
 from pdkernels.cli._tables import generation_table
 from pdkernels.cli._terminal import (
@@ -23,13 +24,13 @@ from pdkernels.cli._terminal import (
     DEVICE_HELP,
     DRAFTER_HELP,
     DTYPE_HELP,
+    FLAGS,
     LEGEND,
     MAX_THREADS,
     PACKED_HELP,
     PROMPT,
     Output,
     Stream,
-    assigned_options,
     block_size_of,
     check_file,
     errors_reported,
@@ -38,7 +39,8 @@ from pdkernels.cli._terminal import (
     visible,
     writing,
 )
-from pdkernels.decoding.method import SHARED
+from pdkernels.decoding import SamplingParams
+from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
 from pdkernels.generation.result import DecodeResult
 
@@ -52,6 +54,7 @@ def _help(option: str) -> str:
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
 
 
+@takes_settings(ONE_TEXT)
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
@@ -65,28 +68,10 @@ def generate(
     block_size: Annotated[str | None, typer.Option(metavar="INTEGER|auto", help=_help("block_size"))] = None,
     drafter: Annotated[str | None, typer.Option(help=DRAFTER_HELP)] = None,
     window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
-    temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
-    top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
-    top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
-    min_p: Annotated[float | None, typer.Option(help=SHARED["min_p"])] = None,
-    typical_p: Annotated[float | None, typer.Option(help=SHARED["typical_p"])] = None,
-    seed: Annotated[int | None, typer.Option(help=SHARED["seed"])] = None,
     page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that are already in the text become less likely.")
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="Subtracted from the logits of tokens generated so far.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(help="The same, times the number of times that a token was generated.")
-    ] = 0.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")
     ] = None,
     overflow: Annotated[
         str,
@@ -116,17 +101,16 @@ def generate(
         Path | None,
         typer.Option(dir_okay=False, writable=True, help="Write a page that replays the decoding into this file."),
     ] = None,
+    **typed: Any,
 ) -> None:
     """Continue a prompt; show which tokens were accepted drafts, and the cost of the generation."""
     console = Output()
-    given: dict[str, Any] = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
-    given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
-    options = {name: value for name, value in given.items() if value is not None}
     with errors_reported(console):
-        if "block_size" in options:
-            options["block_size"] = block_size_of("generate", block_size)
-        named = assigned_options("generate", option or [], options)
+        options: dict[str, Any] = {"block_size": block_size_of("generate", block_size)}
+        options |= {"window": window, "page_size": page_size}
+        settings, options = read_settings("generate", typed, option, options, ONE_TEXT)
         grammar = grammar_of("generate", json_schema, regex, choice, ebnf)
+        params = SamplingParams(op="generate", max_new_tokens=max_new_tokens, grammar=grammar, **settings)
         if html is not None:
             check_file("generate", "--html", html)
             demand(len(method or [""]) == 1, "generate", "--html", "come with one --method", ", ".join(method or ()))
@@ -135,32 +119,24 @@ def generate(
             decoding.find(name)
         language_model = load("generate", model, device, dtype, packed, cache_dtype, drafter)
         if method:
-            methods = _methods(method, options, named, language_model)
+            methods = _methods(method, options, language_model)
         else:
-            usual, chosen = decoding.default_method(language_model, {**options, **named}, name=model)
-            methods = _methods([usual], options, named, language_model)
+            usual, chosen = decoding.default_method(language_model, options, name=model)
+            methods = _methods([usual], options, language_model)
             methods[usual] = {**chosen, **methods[usual]}
         if check:
-            sampled = temperature or named.get("temperature")
-            refuse(bool(sampled), "generate", "--check compares with greedy decoding", "Leave out the temperature.")
+            sampled = params.temperature > 0
+            refuse(sampled, "generate", "--check compares with greedy decoding", "Leave out the temperature.")
             greedy_exists = decoding.supports("autoregressive", language_model)
             refuse(
                 not greedy_exists, "generate", f"--check needs a model that decodes token by token; {model} does not"
             )
         use_threads(threads, [language_model])
-        if words := advice(model, temperature):
+        if words := advice(model, settings.get("temperature")):
             console.heading(Text(words, "dim"), soft_wrap=True)
-        asked: dict[str, Any] = {
-            "repetition_penalty": repetition_penalty,
-            "stop_strings": stop or [],
-            "grammar": grammar,
-            "overflow": overflow,
-        }
-        asked |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
-        traced = {"trace": html is not None, **asked}
+        shown = {"overflow": overflow, "trace": html is not None}
         results = {
-            name: _run(console, language_model, prompt, name, max_new_tokens, {**methods[name], **traced})
-            for name in methods
+            name: _run(console, language_model, prompt, name, params, {**own, **shown}) for name, own in methods.items()
         }
         if html is not None:
             with writing("generate", "--html", html):
@@ -168,7 +144,7 @@ def generate(
         greedy = None
         if check:
             greedy = results.get("autoregressive") or decoding.generate(
-                language_model, prompt, max_new_tokens=max_new_tokens, **asked
+                language_model, prompt, params=params, overflow=overflow
             )
 
     same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}
@@ -184,8 +160,8 @@ def generate(
         raise typer.Exit(1)
 
 
-def _methods(names: list[str], options: dict[str, Any], named: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:
-    """The options of each requested method. One that none of them takes is an error, in the form it was typed (`named`: by --option)."""
+def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:
+    """The options of each requested method. One that none of them takes is an error, in the form it was typed."""
     if "all" in names:
         fills_masks = model.mask_token is not None
         names = [
@@ -195,33 +171,30 @@ def _methods(names: list[str], options: dict[str, Any], named: dict[str, Any], m
         ]
     accepted = {name: decoding.method_options(name) for name in names}
     known = list(dict.fromkeys(option for found in accepted.values() for option in found))
-    for option in options | named:
-        typed = f"--option {option}=" if option in named else f"--{option.replace('_', '-')}"
-        words = f"{typed} is not an option of {' or '.join(accepted)}"
+    for option in options:
+        words = f"{FLAGS.get(option, f'--option {option}=')} is not an option of {' or '.join(accepted)}"
         remedy = "" if option in known else f"{did_you_mean(option, known)}The options: {', '.join(known)}."
         refuse(option not in known, "generate", words, remedy)
     return {
-        name: {option: value for option, value in (options | named).items() if option in found}
+        name: {option: value for option, value in options.items() if option in found}
         for name, found in accepted.items()
     }
 
 
 def _run(
-    console: Output, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
+    console: Output, model: Any, prompt: str, method: str, params: SamplingParams, options: dict[str, Any]
 ) -> DecodeResult[torch.Tensor, str]:
-    # Warm up with a few hidden tokens after a short prompt, so that no method pays for the start of the process.
     chosen = decoding.find(method)
-    # A grammar may need more of them.
-    decoding.generate(
-        model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **{**options, "grammar": None}
-    )
+    # A few hidden tokens after a short prompt, so that no method pays for the start of the process. A grammar may need more of them.
+    hidden = params.replace(max_new_tokens=min(4, params.max_new_tokens), grammar=None)
+    decoding.generate(model, prompt[:100], chosen, params=hidden, **options)
     console.heading(Rule(Text(method, "bold"), align="left", style="dim"))
     console.heading(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
     if chosen.wing == "planned":  # their tokens do not come in text order, and not all are text
-        result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
+        result = decoding.generate(model, prompt, chosen, params=params, **options)
         console.print(Text(visible(result.text or ""), ACCEPTED), soft_wrap=True)
         return result
     stream = Stream(console, model.tokenizer)
-    result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
+    result = decoding.generate(model, prompt, chosen, params=params, on_tokens=stream, **options)
     stream.finish()
     return result

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pdkernels import decoding
 from pdkernels._validation import check as demand
+from pdkernels.cli._settings import OF_REQUESTS, read_settings
 from pdkernels.cli._suggested import settings
 from pdkernels.cli._terminal import (
     CACHE_DTYPE_HELP,
@@ -19,7 +20,6 @@ from pdkernels.cli._terminal import (
     DTYPE_HELP,
     MAX_THREADS,
     PACKED_HELP,
-    assigned_options,
     errors_reported,
     load,
     load_drafter,
@@ -27,8 +27,6 @@ from pdkernels.cli._terminal import (
 )
 from pdkernels.engine import Engine
 
-_SET = {"prompt", "method", "max_new_tokens", "on_tokens", "n", "timeout", "provisional"}
-"""Arguments of `Engine.submit` that are of a request."""
 KEY = "PDKERNELS_API_KEY"
 
 
@@ -127,7 +125,7 @@ def serve(
             language_model.drafters = dict(reversed(made))  # the first one of a method is its default
         drafters = {label: one for (label, _, _), (_, one) in zip(named, made, strict=True)}
         use_threads(threads, [language_model])
-        options = assigned_options("serve", option or [], (), _SET)
+        sampling, options = read_settings("serve", {}, option, {}, OF_REQUESTS)
         if options.get("drafter") in drafters:
             options["drafter"] = drafters[options["drafter"]]
         if method is None:
@@ -135,6 +133,7 @@ def serve(
             options = {**chosen, **options}
         elif method == "jacobi":
             options.setdefault("draft", "lookup")
+        options |= sampling
         sizes: dict[str, Any] = {
             "max_prompt_tokens": max_prompt_tokens,
             "max_new_tokens": max_new_tokens,

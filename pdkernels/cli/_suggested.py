@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdkernels.models.files.folder import read_fields
+from pdkernels.generation.params import SETTINGS, names_of
+from pdkernels.models.folder import read_fields
 
 FILE = "generation_config.json"
-_TOP_K = 50  # of transformers, where the file has none
+DRAWS = [name for name in names_of("draw") if SETTINGS[name].transformers]
+"""Settings that a file suggests together: one that is chosen stands for all."""
+_PENALTIES = [name for name in names_of("filter") if SETTINGS[name].kind == "number" and SETTINGS[name].transformers]
+_DEFAULTS = {"temperature": 1.0, "top_k": 50}
+"""Transformers' own, where the file has none; others change nothing."""
 
 
 def settings(model: str) -> dict[str, float]:
@@ -22,15 +27,18 @@ def settings(model: str) -> dict[str, float]:
     fields = read_fields(folder, FILE) if folder.is_dir() else None
     if fields is None or not fields.flag("do_sample", False):
         return {}
-    found = {
-        "temperature": fields.number("temperature", 1.0, above=0),
-        "top_k": fields.integer("top_k", _TOP_K, minimum=0),
-        "top_p": fields.number("top_p", 1.0, minimum=0),
-        "min_p": fields.number("min_p", 0.0, minimum=0),
-        "repetition_penalty": fields.number("repetition_penalty", 1.0, above=0),
-    }
-    off = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-    return {name: value for name, value in found.items() if off.get(name) != value}
+    values: dict[str, float] = {}
+    for setting in (SETTINGS[name] for name in (*DRAWS, *_PENALTIES)):
+        name, default = setting.transformers, _DEFAULTS.get(setting.name, setting.neutral[-1])
+        if setting.kind == "integer":
+            value: float = fields.integer(name, default, minimum=0)
+        elif setting.minimum == 0 and setting.default is None:
+            value = fields.number(name, default, minimum=0)
+        else:
+            value = fields.number(name, default, above=0)
+        if setting.changes(value):
+            values[setting.name] = value
+    return values
 
 
 def suggested(model: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from pdkernels import models
-from pdkernels._validation import check, check_choice, message, refuse
-from pdkernels.decoding.methods import METHODS
-from pdkernels.evaluation.sweep import parse_value
-from pdkernels.models.checkpoints.drafters.folder import is_drafter_folder, is_own_folder
-from pdkernels.models.files.layout import DTYPES
-from pdkernels.models.text.tokenizers import Tokenizer
+from pdkernels._validation import check, check_choice, message
+from pdkernels.models.drafters.folder import is_drafter_folder, is_own_folder
+from pdkernels.models.layout import DTYPES
+from pdkernels.models.tokenizers import Tokenizer
 
 ACCEPTED = "bold green"
 GIVEN = "default"
@@ -104,7 +101,9 @@ def report(error: BaseException) -> None:
 
 
 FLAGS: dict[str, str] = {}
-"""The option of the running command for each of its parameters, such as "--max-new-tokens" for "max_new_tokens"."""
+"""What is typed for each argument in Python: "--max-new-tokens" for "max_new_tokens", "--option pool=" for an option of a method."""
+SETTINGS_PANEL = "Sampling"
+"""The section of the settings in a command's help."""
 
 
 def in_flags(words: str, flags: Mapping[str, str]) -> str:
@@ -113,30 +112,21 @@ def in_flags(words: str, flags: Mapping[str, str]) -> str:
     >>> in_flags("lower max_new_tokens, or pass overflow='warn'", {"max_new_tokens": "--max-new-tokens", "overflow": "--overflow"})
     'lower --max-new-tokens, or pass --overflow warn'
 
-    >>> in_flags("pdkernels.x: seed must be an int. It accepts: seed, pool.", {"seed": "--seed", "option": "--option"})
+    >>> in_flags("pdkernels.x: seed must be an int. It accepts: seed, pool.", {"seed": "--seed", "pool": "--option pool="})
     'pdkernels.x: --seed must be an int. It accepts: --seed, --option pool=.'
-
-    >>> in_flags("pdkernels.x: threshold must be at most 1, got 2.", {"option": "--option"})
-    'pdkernels.x: --option threshold= must be at most 1, got 2.'
     """
-    options = {name for method in METHODS.values() for name in method.options} if "option" in flags else set()
-
-    def argument(name: str) -> str:
-        return flags.get(name) or (f"--option {name}=" if name in options else name)
 
     def listed(match: re.Match[str]) -> str:
-        return match[1] + ", ".join(map(argument, match[2].split(", ")))
+        return match[1] + ", ".join(flags.get(name, name) for name in match[2].split(", "))
 
     words = re.sub(r"(^pdkernels[\w.]*: |\bPass )([a-z]\w*)(?= must |, or )", listed, words)
     words = re.sub(r"(\bIt accepts: |\bThe options: )([\w, ]+)", listed, words)
 
     def flag(match: re.Match[str]) -> str:
-        name, value = match["name"], match["value"]
-        if name == "overflow" and value is not None and "option" in flags and name not in flags:
-            return f"--option {name}={value.strip(chr(39))}"
-        if name not in flags or ("_" not in name and value is None):  # "model" and "seed" are English, too
-            return match[0]
-        return flags[name] if value is None else f"{flags[name]} {value.strip(chr(39))}"
+        option, value = flags.get(match["name"], ""), match["value"]
+        if value is None:  # "model", "seed" and names of options of methods are English, too
+            return match[0] if "_" not in match["name"] or option.endswith("=") else option or match[0]
+        return f"{option}{'' if option.endswith('=') else ' '}{value.strip(chr(39))}" if option else match[0]
 
     return re.sub(r"(?<![\w.'-])(?P<name>[a-z]\w*)(?:=(?P<value>'[^']*'|[\w.+-]*\w))?(?![\w=-])", flag, words)
 
@@ -251,33 +241,6 @@ def named_dtype(command: str, name: str | None) -> torch.dtype | None:
     if name is not None:
         check_choice(command, "--dtype", name, list(DTYPES))
     return None if name is None else DTYPES[name]
-
-
-def assigned_options(
-    command: str, given: Sequence[str], taken: Collection[str] = (), reserved: Collection[str] = ()
-) -> dict[str, Any]:
-    """Parses options in the form NAME=VALUE; a value is JSON, or a value as in a sweep. `taken`: options that were set by flags;
-    `reserved`: arguments that the command sets.
-
-    >>> assigned_options("generate", ["block-size=8", 'stop_strings=["a", "b"]', "threshold=none", "order=entropy"])
-    {'block_size': 8, 'stop_strings': ['a', 'b'], 'threshold': None, 'order': 'entropy'}
-    """
-    options: dict[str, Any] = {}
-    for text in given:
-        name, sign, value = text.partition("=")
-        check(bool(name and sign and value), command, "--option", "be NAME=VALUE", repr(text))
-        try:
-            found = json.loads(value)
-        except json.JSONDecodeError:
-            found = parse_value(value)
-        name = name.replace("-", "_")
-        flag = FLAGS.get(name)
-        refuse(name in taken, command, f"{name} is given twice, by {flag} and by --option")
-        refuse(name in options, command, f"--option {name}= is given twice")
-        remedy = f"Give {flag}." if flag else ""
-        refuse(name in reserved, command, f"--option {name}= is not an option of a method", remedy)
-        options[name] = found
-    return options
 
 
 def use_threads(threads: int | None, language_models: Sequence[Any]) -> None:

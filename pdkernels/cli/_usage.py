@@ -7,15 +7,16 @@ import sys
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from pdkernels._version_line import LINE
 from pdkernels.cli._terminal import FLAGS, report
+from pdkernels.decoding.methods import METHODS
 
 RUNNING: list[str] = []
 """The name of the running command, for errors of the parser, which do not say it."""
 
-_OTHERS = {"stop_strings": "stop", "name_or_path": "model", "rules": "ebnf"}
+_OTHERS = {"name_or_path": "model", "rules": "ebnf"}
 """Arguments in Python whose option has another name."""
 
 # Typer brings a click of its own in some versions; this is the base of its public errors.
@@ -31,6 +32,9 @@ class Commands(TyperGroup):
         RUNNING[:] = [name] if name else []
         for parameter in command.params if command is not None else ():
             FLAGS.update((parameter.name, flag) for flag in parameter.opts if flag.startswith("--"))
+        if "option" in FLAGS:
+            options = ["overflow", *(option for method in METHODS.values() for option in method.options)]
+            FLAGS.update((option, f"--option {option}=") for option in options if option not in FLAGS)
         FLAGS.update((python, FLAGS[ours]) for python, ours in _OTHERS.items() if ours in FLAGS)
         return name, command, rest
 
@@ -58,6 +62,21 @@ class Commands(TyperGroup):
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else 0)
         return code
+
+
+class Sectioned(TyperCommand):
+    """A command whose help has a section for each panel of options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            row = parameter.get_help_record(ctx)
+            if row is not None:
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 def print_version(requested: bool) -> None:
