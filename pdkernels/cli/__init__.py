@@ -33,6 +33,7 @@ except ModuleNotFoundError as missing:
 from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
 from pdkernels._validation import refuse
+from pdkernels.cli import _flags as flags
 from pdkernels.cli._batch import batch
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
@@ -43,7 +44,7 @@ from pdkernels.cli._plans import COLUMNS, evaluate_plans
 from pdkernels.cli._serve import serve
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table
-from pdkernels.cli._terminal import MAX_THREADS, Output, check_file, errors_reported, show_warning, use_threads, writing
+from pdkernels.cli._terminal import Output, check_file, errors_reported, show_warning, use_threads, writing
 from pdkernels.cli._usage import Commands, Sectioned, print_version
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models.checkpoints.zoo import WEIGHTS
@@ -107,10 +108,7 @@ def evaluate(
     problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed for choosing the prompts.")] = 0,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default one for tiny models, else torch's default."),
-    ] = None,
+    threads: flags.Threads = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from pdkernels._validation import refuse
+from pdkernels.cli import _flags as flags
 from pdkernels.cli._settings import read_settings, takes_settings
-from pdkernels.cli._terminal import DTYPE_HELP, MAX_THREADS, errors_reported, named_device, named_dtype
+from pdkernels.cli._terminal import errors_reported, named_device, named_dtype
 from pdkernels.integrations.ray import REFUSED, generate_files
 
 _COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
@@ -26,7 +27,7 @@ def batch(
         typer.Argument(help="Files of prompts: .jsonl (one object per line), .txt (one prompt per line) or .parquet."),
     ],
     output: Annotated[Path, typer.Option(help="A .jsonl or .parquet file for prompts and texts; it must be new.")],
-    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
+    model: flags.Model = "tiny-code",
     method: Annotated[
         str | None, typer.Option(help="Decoding method; by default the model's own, else token by token.")
     ] = None,
@@ -40,18 +41,15 @@ def batch(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 8,
     column: Annotated[str, typer.Option(help="Name of the field that holds the prompt.")] = "prompt",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per prompt.")] = 128,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A method option, such as block_size=16. May be given several times."),
-    ] = None,
+    option: flags.Assignments = None,
     device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    dtype: flags.Dtype = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT LoRA adapter.")] = None,
     on_error: Annotated[
         str, typer.Option(help="What to do when a prompt fails: 'record' its error instead of a text, or 'stop'.")
     ] = "record",
     threads: Annotated[
-        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of this process, without workers.")
+        int | None, typer.Option(min=1, max=flags.MAX_THREADS, help="CPU threads of this process, without workers.")
     ] = None,
     cpus: Annotated[float, typer.Option(min=0, help="CPU cores per worker.")] = 1,
     **typed: Any,

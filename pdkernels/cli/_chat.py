@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,17 +15,12 @@ from rich.text import Text
 
 from pdkernels import decoding
 from pdkernels._validation import check as demand
-from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
+from pdkernels.cli import _flags as flags
+from pdkernels.cli._grammar import grammar_of
 from pdkernels.cli._settings import ONE_TEXT, read_settings, takes_settings
 from pdkernels.cli._suggested import DRAWS, as_flags, settings
 from pdkernels.cli._terminal import (
-    CACHE_DTYPE_HELP,
-    DEVICE_HELP,
-    DRAFTER_HELP,
-    DTYPE_HELP,
     LEGEND,
-    MAX_THREADS,
-    PACKED_HELP,
     Stream,
     block_size_of,
     errors_reported,
@@ -108,15 +102,8 @@ class Chat:
 
 @takes_settings(ONE_TEXT)
 def chat(
-    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = (
-        "smollm2-135m-instruct"
-    ),
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Decoding method; by default the one the model was trained for, else 'jacobi' with prompt lookup where that pays."
-        ),
-    ] = None,
+    model: flags.Model = "smollm2-135m-instruct",
+    method: flags.Method = None,
     draft: Annotated[
         str | None,
         typer.Option(help="For 'jacobi': 'lookup' for any model, 'model' for one that was trained to jump ahead."),
@@ -124,24 +111,19 @@ def chat(
     block_size: Annotated[
         str | None, typer.Option(metavar="INTEGER|auto", help="Tokens per draft or block; by default the method's.")
     ] = None,
-    drafter: Annotated[str | None, typer.Option(help=DRAFTER_HELP)] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
-    ] = None,
+    drafter: flags.Drafter = None,
+    option: flags.Assignments = None,
     system: Annotated[str | None, typer.Option(help="The system message that opens the chat.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
-    json_schema: Annotated[str | None, typer.Option(metavar="SCHEMA", help=SCHEMA_HELP)] = None,
-    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help=REGEX_HELP)] = None,
-    choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CHOICE_HELP)] = None,
-    ebnf: Annotated[Path | None, typer.Option(dir_okay=False, help=EBNF_HELP)] = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default torch's setting.")
-    ] = None,
+    json_schema: flags.Schema = None,
+    regex: flags.Regex = None,
+    choice: flags.Choice = None,
+    ebnf: flags.Ebnf = None,
+    device: flags.Device = "cpu",
+    dtype: flags.Dtype = None,
+    packed: flags.Packed = None,
+    cache_dtype: flags.CacheDtype = None,
+    threads: flags.Threads = None,
     **typed: Any,
 ) -> None:
     """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures.

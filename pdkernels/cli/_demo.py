@@ -20,22 +20,10 @@ from rich.text import Text
 
 from pdkernels import decoding, models
 from pdkernels._validation import check as demand
-from pdkernels.cli._terminal import (
-    CACHE_DTYPE_HELP,
-    DEVICE_HELP,
-    DTYPE_HELP,
-    LEGEND,
-    MAX_THREADS,
-    PACKED_HELP,
-    PROMPT,
-    Stream,
-    errors_reported,
-    load,
-    use_threads,
-    visible,
-)
-from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
-from pdkernels.models.checkpoints.zoo import WEIGHTS
+from pdkernels.cli import _flags as flags
+from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_reported, load, use_threads, visible
+from pdkernels.models.packaged import PACKAGED, packaged
+from pdkernels.models.zoo import WEIGHTS
 from pdkernels.ops.quantized_linear import QuantizedWeight
 
 QUESTIONS = (
@@ -73,13 +61,11 @@ def demo(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per prompt; the median is shown.")] = 3,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default torch's setting.")
-    ] = None,
+    device: flags.Device = "cpu",
+    dtype: flags.Dtype = None,
+    packed: flags.Packed = None,
+    cache_dtype: flags.CacheDtype = None,
+    threads: flags.Threads = None,
 ) -> None:
     """Answer questions in every way that gives the same tokens, and show the cost of each.
 

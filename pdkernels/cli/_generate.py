@@ -14,20 +14,15 @@ from rich.text import Text
 from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels._validation import did_you_mean, refuse
-from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
+from pdkernels.cli import _flags as flags
+from pdkernels.cli._grammar import grammar_of
 from pdkernels.cli._settings import ONE_TEXT, read_settings, takes_settings
 from pdkernels.cli._suggested import advice
 from pdkernels.cli._tables import generation_table
 from pdkernels.cli._terminal import (
     ACCEPTED,
-    CACHE_DTYPE_HELP,
-    DEVICE_HELP,
-    DRAFTER_HELP,
-    DTYPE_HELP,
     FLAGS,
     LEGEND,
-    MAX_THREADS,
-    PACKED_HELP,
     PROMPT,
     Output,
     Stream,
@@ -57,7 +52,7 @@ def _help(option: str) -> str:
 @takes_settings(ONE_TEXT)
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
+    model: flags.Model = "tiny-code",
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,33 +61,25 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens; an end token stops earlier.")] = 128,
     block_size: Annotated[str | None, typer.Option(metavar="INTEGER|auto", help=_help("block_size"))] = None,
-    drafter: Annotated[str | None, typer.Option(help=DRAFTER_HELP)] = None,
+    drafter: flags.Drafter = None,
     window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
     page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
-    ] = None,
+    option: flags.Assignments = None,
     overflow: Annotated[
         str,
         typer.Option(
             metavar="error|warn", help="What to do if the text may grow longer than the model was trained for."
         ),
     ] = "error",
-    json_schema: Annotated[str | None, typer.Option(metavar="SCHEMA", help=SCHEMA_HELP)] = None,
-    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help=REGEX_HELP)] = None,
-    choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CHOICE_HELP)] = None,
-    ebnf: Annotated[Path | None, typer.Option(dir_okay=False, help=EBNF_HELP)] = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_THREADS, help="CPU threads; by default one for a tiny model, else torch's default."
-        ),
-    ] = None,
+    json_schema: flags.Schema = None,
+    regex: flags.Regex = None,
+    choice: flags.Choice = None,
+    ebnf: flags.Ebnf = None,
+    device: flags.Device = "cpu",
+    dtype: flags.Dtype = None,
+    packed: flags.Packed = None,
+    cache_dtype: flags.CacheDtype = None,
+    threads: flags.Threads = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if the tokens differ."),

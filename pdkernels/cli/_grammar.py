@@ -7,11 +7,6 @@ from pathlib import Path
 from pdkernels._validation import refuse, sentence
 from pdkernels.decoding import Grammar
 
-SCHEMA_HELP = "A JSON schema, or a file with one: the text is a value that satisfies it."
-REGEX_HELP = "A regular expression that the whole text matches."
-CHOICE_HELP = "A text that may be written; given several times, the text is one of them."
-EBNF_HELP = "A file with a grammar in Lark's EBNF, whose rule `start` the text follows."
-
 
 def grammar_of(
     command: str, json_schema: str | None, regex: str | None, choice: list[str] | None, ebnf: Path | None

@@ -12,39 +12,20 @@ from rich.text import Text
 
 from pdkernels import decoding
 from pdkernels._validation import check as demand
+from pdkernels.cli import _flags as flags
 from pdkernels.cli._settings import OF_REQUESTS, read_settings
 from pdkernels.cli._suggested import settings
-from pdkernels.cli._terminal import (
-    CACHE_DTYPE_HELP,
-    DEVICE_HELP,
-    DTYPE_HELP,
-    MAX_THREADS,
-    PACKED_HELP,
-    errors_reported,
-    load,
-    load_drafter,
-    use_threads,
-)
+from pdkernels.cli._terminal import errors_reported, load, load_drafter, use_threads
 from pdkernels.engine import Engine
 
 KEY = "PDKERNELS_API_KEY"
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = (
-        "smollm2-135m-instruct"
-    ),
+    model: flags.Model = "smollm2-135m-instruct",
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default as --model does.")] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Decoding method of requests that name none; by default the one the model was trained for, else 'jacobi' with prompt lookup where that pays."
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An option of that method; may be given several times."),
-    ] = None,
+    method: flags.DefaultMethod = None,
+    option: flags.Assignments = None,
     host: Annotated[str, typer.Option(help="Address to listen on; only this machine can reach the default.")] = (
         "127.0.0.1"
     ),
@@ -82,16 +63,11 @@ def serve(
             help="A drafter that requests may name, a head for the model or a small model with its vocabulary; the first is the default. May be given several times.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_THREADS, help="CPU threads; by default one for a tiny model, else torch's default."
-        ),
-    ] = None,
+    device: flags.Device = "cpu",
+    dtype: flags.Dtype = None,
+    packed: flags.Packed = None,
+    cache_dtype: flags.CacheDtype = None,
+    threads: flags.Threads = None,
 ) -> None:
     """Serve a model over HTTP, for any client of OpenAI's interface.
 

@@ -25,9 +25,6 @@ GIVEN = "default"
 PROMPT = "dim"
 LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("the model's own tokens", GIVEN))
 
-MAX_THREADS = 1024
-"""Of --threads: OpenMP ends the process where the system has no room for more."""
-
 # Below this number of parameters, more threads cost more than they save.
 _TINY = 20_000_000
 
@@ -151,17 +148,6 @@ def errors_reported(output: Output | None = None) -> Iterator[None]:
         raise typer.Exit(1 if failed or (output is not None and output.printed) else 2) from None
 
 
-DTYPE_HELP = f"Dtype of the weights: {', '.join(DTYPES)}; by default the checkpoint's."
-
-
-DEVICE_HELP = "Device of the model: cpu or cuda."
-
-
-DRAFTER_HELP = "A drafter: the name or folder of an EAGLE-3 or DFlash head for the model, or the name or path of a small model with its vocabulary."
-PACKED_HELP = (
-    "Keep quantised matrices as they are stored, or make numbers of them; by default kept on the CPU where possible."
-)
-CACHE_DTYPE_HELP = "Dtype of the KV cache: int8, for about half the memory of 16 bits; by default the model's."
 BLOCK_SIZE_AUTO = "auto"
 
 
