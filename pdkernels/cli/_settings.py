@@ -62,9 +62,9 @@ def flag(setting: Setting) -> str:
 
 
 def _annotation(setting: Setting, hidden: bool) -> Any:
-    """The type of its option, for typer."""
+    """The annotation that makes its option for typer: its type, its range and the first sentence of its help."""
     text = re.split(r"; None\b|[:.] |\.$", setting.help)[0]
-    bounds = [bound for bound in (setting.minimum, setting.maximum) if bound in range(MAX_POSITIONS)]
+    bounds = [bound for bound in (setting.minimum, setting.maximum) if type(bound) is int and bound < MAX_POSITIONS]
     text += f" [{' .. '.join(map(str, bounds))}{'' if len(bounds) > 1 else ' or more'}]" if bounds else ""
     text += "; may be given several times." if setting.kind in ("integers", "strings") else "."
     shown: dict[str, Any] = {"help": text[0].upper() + text[1:], "hidden": hidden, "rich_help_panel": SETTINGS_PANEL}
