@@ -114,10 +114,8 @@ def generate(
         if check:
             sampled = params.temperature > 0
             refuse(sampled, "generate", "--check compares with greedy decoding", "Leave out the temperature.")
-            greedy_exists = decoding.supports("autoregressive", language_model)
-            refuse(
-                not greedy_exists, "generate", f"--check needs a model that decodes token by token; {model} does not"
-            )
+            words = f"--check needs a model that decodes token by token; {model} does not"
+            refuse(not decoding.supports("autoregressive", language_model), "generate", words)
         use_threads(threads, [language_model])
         if words := advice(model, settings.get("temperature")):
             console.heading(Text(words, "dim"), soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from pdkernels._validation import check, refuse
-from pdkernels.cli._terminal import FLAGS, SETTINGS_PANEL
+from pdkernels.cli._terminal import FLAGS
 from pdkernels.decoding import generate
 from pdkernels.engine import Engine
 from pdkernels.evaluation.sweep import parse_value
@@ -67,7 +67,7 @@ def _annotation(setting: Setting, hidden: bool) -> Any:
     bounds = [bound for bound in (setting.minimum, setting.maximum) if type(bound) is int and bound < MAX_POSITIONS]
     text += f" [{' .. '.join(map(str, bounds))}{'' if len(bounds) > 1 else ' or more'}]" if bounds else ""
     text += "; may be given several times." if setting.kind in ("integers", "strings") else "."
-    shown: dict[str, Any] = {"help": text[0].upper() + text[1:], "hidden": hidden, "rich_help_panel": SETTINGS_PANEL}
+    shown: dict[str, Any] = {"help": text[0].upper() + text[1:], "hidden": hidden, "rich_help_panel": "Sampling"}
     if setting.kind in _JSON:
         return Annotated[str | None, typer.Option(flag(setting), metavar="JSON", parser=_json, **shown)]
     return Annotated[_TYPES[setting.kind] | None, typer.Option(flag(setting), **shown)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.models.folder import read_fields
@@ -30,12 +31,8 @@ def settings(model: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for setting in (SETTINGS[name] for name in (*DRAWS, *_PENALTIES)):
         name, default = setting.transformers, _DEFAULTS.get(setting.name, setting.neutral[-1])
-        if setting.kind == "integer":
-            value: float = fields.integer(name, default, minimum=0)
-        elif setting.minimum == 0 and setting.default is None:
-            value = fields.number(name, default, minimum=0)
-        else:
-            value = fields.number(name, default, above=0)
+        limit: dict[str, Any] = {"minimum" if setting.default is None else "above": 0}
+        value = (fields.integer if setting.kind == "integer" else fields.number)(name, default, **limit)
         if setting.changes(value):
             values[setting.name] = value
     return values

@@ -99,8 +99,6 @@ def report(error: BaseException) -> None:
 
 FLAGS: dict[str, str] = {}
 """What is typed for each argument in Python: "--max-new-tokens" for "max_new_tokens", "--option pool=" for an option of a method."""
-SETTINGS_PANEL = "Sampling"
-"""The section of the settings in a command's help."""
 
 
 def in_flags(words: str, flags: Mapping[str, str]) -> str:
@@ -148,9 +146,6 @@ def errors_reported(output: Output | None = None) -> Iterator[None]:
         raise typer.Exit(1 if failed or (output is not None and output.printed) else 2) from None
 
 
-BLOCK_SIZE_AUTO = "auto"
-
-
 def load(
     command: str,
     model: str,
@@ -184,17 +179,16 @@ def load_drafter(
 
 
 def _asked(command: str, device: str, dtype: str | None) -> dict[str, Any]:
-    asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": named_device(command, device)}
-    usual = {"dtype": None, "device": "cpu"}
-    return {name: value for name, value in asked.items() if value != usual[name]}
+    asked = {"dtype": named_dtype(command, dtype), "device": named_device(command, device)}
+    return {name: value for name, value in asked.items() if value not in (None, "cpu")}
 
 
 def block_size_of(command: str, value: str | None) -> int | str | None:
     """What ``--block-size`` says: a number, or "auto"."""
-    if value is None or value == BLOCK_SIZE_AUTO:
+    if value in (None, "auto"):
         return value
     whole = value.removeprefix("-").isdecimal() and len(value) < 20
-    check(whole, command, "--block-size", f"be a number or {BLOCK_SIZE_AUTO}", repr(value[:40]))
+    check(whole, command, "--block-size", "be a number or auto", repr(value[:40]))
     return int(value)
 
 
