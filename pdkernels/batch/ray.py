@@ -31,13 +31,10 @@ from pdkernels._version import __version__
 from pdkernels.batch.ledger import Ledger, ledger_path, refuse_links
 from pdkernels.batch.prompt_files import OP, Contents, Prompt, check_output, model_identity, read_prompts, writer
 from pdkernels.decoding import default_method, find, generate, sequence_seed
-from pdkernels.decoding._options import check_options, refuse_settings
+from pdkernels.decoding.options import check_options, refuse_settings
 from pdkernels.generation.params import SETTINGS, SamplingParams, take_params
-from pdkernels.integrations.ledger import Ledger, ledger_path, refuse_links
-from pdkernels.integrations.prompt_files import OP, Contents, Prompt, check_output, model_identity, read_prompts, writer
-from pdkernels.models.adapters import named_adapter
-from pdkernels.models.packaged import PACKAGED, packaged
-from pdkernels.models.zoo import WEIGHTS
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
+from pdkernels.models.checkpoints.zoo import WEIGHTS
 
 __all__ = ["GenerationReport", "generate_files"]
 

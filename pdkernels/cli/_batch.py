@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from pdkernels._validation import refuse
+from pdkernels.batch.ray import REFUSED, generate_files
 from pdkernels.cli import _flags as flags
 from pdkernels.cli._settings import read_settings, takes_settings
 from pdkernels.cli._terminal import errors_reported, named_device, named_dtype
-from pdkernels.integrations.ray import REFUSED, generate_files
 
 _COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
 

@@ -22,8 +22,8 @@ from pdkernels import decoding, models
 from pdkernels._validation import check as demand
 from pdkernels.cli import _flags as flags
 from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_reported, load, use_threads, visible
-from pdkernels.models.packaged import PACKAGED, packaged
-from pdkernels.models.zoo import WEIGHTS
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
+from pdkernels.models.checkpoints.zoo import WEIGHTS
 from pdkernels.ops.quantized_linear import QuantizedWeight
 
 QUESTIONS = (

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pdkernels.models.layout import DTYPES
+from pdkernels.models.files.layout import DTYPES
 
 MAX_THREADS = 1024
 """Of --threads: OpenMP ends the process where the system has no room for more."""

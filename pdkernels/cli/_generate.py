@@ -35,7 +35,7 @@ from pdkernels.cli._terminal import (
     writing,
 )
 from pdkernels.decoding import SamplingParams
-from pdkernels.decoding._method import SHARED
+from pdkernels.decoding.method import SHARED
 from pdkernels.decoding.methods import METHODS
 from pdkernels.generation.result import DecodeResult
 

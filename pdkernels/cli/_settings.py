@@ -11,12 +11,12 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from pdkernels._validation import check, refuse
+from pdkernels.batch.ray import generate_files
 from pdkernels.cli._terminal import FLAGS
 from pdkernels.decoding import generate
 from pdkernels.engine import Engine
 from pdkernels.evaluation.sweep import parse_value
 from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, Kind, Setting
-from pdkernels.integrations.ray import generate_files
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkernels.generation.params import SETTINGS, names_of
-from pdkernels.models.folder import read_fields
+from pdkernels.models.files.folder import read_fields
 
 FILE = "generation_config.json"
 DRAWS = [name for name in names_of("draw") if SETTINGS[name].transformers]

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from pdkernels import models
 from pdkernels._validation import check, check_choice, message
-from pdkernels.models.drafters.folder import is_drafter_folder, is_own_folder
-from pdkernels.models.layout import DTYPES
-from pdkernels.models.tokenizers import Tokenizer
+from pdkernels.models.checkpoints.drafters.folder import is_drafter_folder, is_own_folder
+from pdkernels.models.files.layout import DTYPES
+from pdkernels.models.text.tokenizers import Tokenizer
 
 ACCEPTED = "bold green"
 GIVEN = "default"

@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from pdkernels import cli, models
+from pdkernels.batch.ray import REFUSED, generate_files
 from pdkernels.cli._settings import ONE_TEXT, flag, read_settings
 from pdkernels.decoding import sequence_seed
 from pdkernels.generation.params import SETTINGS, SamplingParams
-from pdkernels.integrations.ray import REFUSED, generate_files
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from tests.harness.settings import EXAMPLES
 

@@ -303,9 +303,7 @@ WRONG_VALUES = {
     ),
     "bits of another row": Edit(FORWARD, "        row += OWN_ROW\n", ""),
     "the maximum of the step before": Edit(STEPS, "return p, alpha, m_ij, l_i", "return p, alpha, m_i, l_i"),
-    "sums are not scaled": Edit(
-        STEPS, "    alpha = gl.exp2(m_i - origin)\n", "    alpha = gl.exp2(origin - origin)\n"
-    ),
+    "sums are not scaled": Edit(STEPS, "    alpha = gl.exp2(m_i - origin)\n", "    alpha = gl.exp2(origin - origin)\n"),
     "the sink of another head": Edit(FORWARD, "gl.load(sinks + head)", "gl.load(sinks + head // 2)"),
     "ranges are one": Edit(FORWARD, "                    pair += 1\n", ""),
     "the same tile in every turn": Edit(FORWARD, "item = turn * programs + gl.where", "item = gl.where"),

@@ -94,8 +94,12 @@ MUTATIONS = {
     "the next head begins where the last one ended": Edit(
         KERNEL, "                    pair = begin\n", "                    pair += 0\n"
     ),
-    "the same heads in every part": Edit(KERNEL, "head = kv_head * GROUP + piece_index * piece", "head = kv_head * GROUP"),
-    "results of another part": Edit(KERNEL, "(piece_index * (sequences // kv_heads) + batch)", "(0 * piece_index + batch)"),
+    "the same heads in every part": Edit(
+        KERNEL, "head = kv_head * GROUP + piece_index * piece", "head = kv_head * GROUP"
+    ),
+    "results of another part": Edit(
+        KERNEL, "(piece_index * (sequences // kv_heads) + batch)", "(0 * piece_index + batch)"
+    ),
     "more heads than there are": Edit(KERNEL, "gl.minimum(piece, GROUP - piece_index * piece)", "piece"),
     "keys past the end are stored": Edit(KERNEL, "mask=(rows < rows_left)[:, None]", "mask=(rows < 64)[:, None]"),
     "dK is not scaled": Edit(KERNEL, "acc_k * scale", "acc_k"),

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
+from pdkernels.batch.ledger import Ledger
+from pdkernels.batch.prompt_files import check_output, read_prompts, writer
+from pdkernels.batch.ray import generate_files
 from pdkernels.cli._settings import assigned_options
-from pdkernels.integrations.ledger import Ledger
-from pdkernels.integrations.prompt_files import check_output, read_prompts, writer
-from pdkernels.integrations.ray import generate_files
 from tests.support.errors import refused
 
 SUMS = [f"{100 + 37 * i} + {990 - 53 * i} = ?" for i in range(9)]

@@ -124,7 +124,7 @@ class LayersArguments(NamedTuple):
 
 
 # Not one of the public ops: it serves the models alone, has no other device, and its reference is `Layer`.
-LIBRARY.define(f"{OP}({schema_of(LayersArguments, written=['k_cache', 'v_cache'])}) -> (Tensor residual, Tensor added)")
+LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=['k_cache', 'v_cache'])}) -> (Tensor residual, Tensor added)")
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
 
