@@ -3,9 +3,13 @@
 
 #include "common/platform.h"
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace pdkernels {
 
-// Without memory it counts what the parts need.
+// Without memory it counts what the parts need. For the address sanitizer a gap after each part finds what runs over.
 class MemoryParts {
  public:
   static constexpr int64_t kAlignment = 64;
@@ -14,9 +18,16 @@ class MemoryParts {
 
   template <class T = char>
   T* take(int64_t count) {
-    char* part = memory_ == nullptr ? nullptr : memory_ + used_;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
-    return reinterpret_cast<T*>(part);
+    const int64_t first = used_, bytes = count * static_cast<int64_t>(sizeof(T));
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+#ifdef __SANITIZE_ADDRESS__
+    used_ += kAlignment;
+    if (memory_ != nullptr) {  // a part may lie where another layer had a gap
+      __asan_unpoison_memory_region(memory_ + first, bytes);
+      __asan_poison_memory_region(memory_ + first + bytes, used_ - first - bytes);
+    }
+#endif
+    return memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + first);
   }
   int64_t used() const { return used_; }
 
