@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -96,3 +97,27 @@ def test_older_pythons_get_an_error_from_bootstrap() -> None:
     assert answer.stderr.strip().startswith(
         "pdkernels: Python 3.10 or newer is needed, but this is 3.8.10. Run: make PYTHON="
     )
+
+
+def test_drafters_are_installed_from_the_checkout_for_what_loads_them(
+    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {"pdkernels": ROOT, "pdkernels-smollm2": ROOT / "packages/smollm2"}
+    editable = {name: {"url": path.as_uri(), "dir_info": {"editable": True}} for name, path in folders.items()}
+    versions = {name: bootstrap.version_of(path) for name, path in folders.items()}
+    installed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(bootstrap, "pip", lambda python, *arguments: installed.append(arguments))
+
+    def registered(purpose: str, sources: dict[str, Any], **changed: str) -> list[str]:
+        installed.clear()
+        facts = {"sources": dict.fromkeys(folders, {}) | sources, "packages": versions | changed}
+        monkeypatch.setattr(bootstrap, "probe", lambda python, purpose: facts)
+        bootstrap.register(Path("/venv/bin/python"), purpose)
+        assert all(arguments[:2] == ("--no-deps", "--no-build-isolation") for arguments in installed)
+        return [argument for arguments in installed for argument in arguments[2:] if argument != "--editable"]
+
+    both = list(map(str, folders.values()))
+    assert registered("demo", {}) == both[:1] and registered("docs", {}) == both[:1]
+    assert [registered(purpose, {}) for purpose in ("smollm2", "test", "bench")] == [both] * 3
+    assert registered("test", editable) == [] and registered("test", editable, pdkernels="0.0.1") == both[:1]
+    assert registered("test", {**editable, "pdkernels-smollm2": {"url": "file:///elsewhere"}}) == both[1:]

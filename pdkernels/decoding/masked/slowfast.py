@@ -18,12 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, Window, checked_masked_model
+from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Window, checked_masked_model
 from pdkernels.decoding.canvas.forward import KeptCanvas, WholeCanvas
 from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.generation.params import MAX_POSITIONS
 from pdkernels.generation.session import Session
-from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.slowfast"
 
@@ -47,7 +46,6 @@ class Options(NamedTuple):
 
 def decode(
     session: Session,
-    loop: Callable[..., Loop] | None = None,
     *,
     block_size: int | None = None,
     max_exploration: int = 8,
@@ -128,7 +126,7 @@ def decode(
         )
     size = limit if block_size is None else block_size
     options = Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix)
-    return (loop or Loop)(session, canvas, forward, options).run()
+    return Loop(session, canvas, forward, options).run()
 
 
 class Loop:
@@ -136,7 +134,7 @@ class Loop:
 
     def __init__(self, session: Session, canvas: Canvas, forward: WholeCanvas | KeptCanvas, options: Options) -> None:
         self._canvas, self._forward, self._options = canvas, forward, options
-        self._spans = [self._span(limit) for limit in session.limits]
+        self._spans = [Span(limit, options) for limit in session.limits]
 
     def run(self) -> int:
         """Until all are full; returns the forwards that the sequences took part in."""
@@ -149,19 +147,19 @@ class Loop:
             width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
             guesses = canvas.guess(self._forward(step.columns[0], width), step, self._forward.first_row)
             if step.positions.shape[1]:
-                confident = self._is_sure(guesses.probs)
-                canvas.fact.copy_(torch.where(confident, step.positions, -1).amax(1))
+                # Where a candidate for the end of a span may be.
+                sure = guesses.probs > self._options.tau_min
+                canvas.fact.copy_(torch.where(sure, step.positions, -1).amax(1))
             else:
                 canvas.fact.fill_(-1)
-            self._commit(step, guesses)
+            _, quota, min_count = step.columns
+            rule: dict[str, Any] = {"threshold": self._options.tau_high, "quota": quota, "min_count": min_count}
+            canvas.commit(step, guesses.ids, guesses.probs, strict=True, **rule)
             furthest = canvas.poll()
             for sequence, span in enumerate(spans):
                 if canvas.active[sequence]:
                     span.step(furthest[sequence] - canvas.starts[sequence], partial(canvas.is_open, sequence))
         return canvas.finish()
-
-    def _span(self, limit: int) -> Span:
-        return Span(limit, self._options)
 
     def _columns(self) -> list[list[int]]:
         """Of each sequence: how many positions a step fills, and how many must be confident for it to fill those instead."""
@@ -169,15 +167,6 @@ class Loop:
         quotas = [options.k_fast if span.fast else options.k_slow for span in self._spans]
         # A slow step never fills more than its few, however many positions are confident.
         return [quotas, [1 if span.fast else MAX_POSITIONS for span in self._spans]]
-
-    def _is_sure(self, probs: torch.Tensor) -> torch.Tensor:
-        """Where a candidate for the end of a span may be."""
-        return probs > self._options.tau_min
-
-    def _commit(self, step: Step, guesses: TokenStatistics) -> None:
-        _, quota, min_count = step.columns
-        rule: dict[str, Any] = {"threshold": self._options.tau_high, "quota": quota, "min_count": min_count}
-        self._canvas.commit(step, guesses.ids, guesses.probs, strict=True, **rule)
 
 
 class Span:

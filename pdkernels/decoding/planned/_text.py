@@ -52,10 +52,7 @@ class PlannedText:
         chunks: contents of the round's chunks.
         cached: tokens in the cache, as scheduled by the host.
         number: forwards that it took part in.
-        stores_steps: whether a step writes its rows to the cache, uncommitted.
     """
-
-    stores_steps = False
 
     def __init__(self, session: Session, sequence: int, options: PlanOptions) -> None:
         self._session, self.sequence, self._options = session, sequence, options
@@ -116,7 +113,7 @@ class PlannedText:
             return
         self._cut = lengths != requested
         self.chunks = [[options.mask_token] * length for length in lengths]
-        self._step, self._steps = 0, self._steps_of(max(lengths, default=0))
+        self._step, self._steps = 0, steps_of(max(lengths, default=0), options.steps_ratio)
         self.phase = "fill"
         for chunk, length in enumerate(lengths):
             if length == 0:
@@ -131,9 +128,6 @@ class PlannedText:
             if not last.plan and not last.lengths:
                 raise BadPlan("no items")
         return items
-
-    def _steps_of(self, longest: int) -> int:
-        return steps_of(longest, self._options.steps_ratio)
 
     @property
     def _stop_name(self) -> str:
@@ -201,9 +195,8 @@ class PlannedText:
         """Ends a round. The final rows of its chunks enter the cache with the sync token, in the forward that it needs anyway."""
         self._session.extend(self.sequence, self._scaffold(self.chunks))
         self._session.emit(self.sequence, [self._stop], 0)
-        entering = self._entering()
-        self.rows = [*self._scaffold(entering), self._stop]
-        self.round_lengths = tuple(len(chunk) + 2 for chunk in entering)
+        self.rows = [*self._scaffold(self.chunks), self._stop]
+        self.round_lengths = tuple(len(chunk) + 2 for chunk in self.chunks)
         lengths = [len(chunk) for chunk in self.chunks]
         self._numbered += len(self.chunks)
         last = len(self.report.rounds) + 1 == self._options.max_rounds
@@ -214,10 +207,6 @@ class PlannedText:
             return
         self._record(lengths, self._stop_name)
         self.phase = "plan"
-
-    def _entering(self) -> list[list[int]]:
-        """The contents whose rows enter the cache."""
-        return self.chunks
 
     # The record
 

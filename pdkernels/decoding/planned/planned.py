@@ -12,7 +12,7 @@ enter the cache, and one for those that fill chunks, if there are any, and one r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -48,8 +48,6 @@ Order = Literal["entropy", "confidence", "margin"]
 
 def decode(
     session: Session,
-    text: Callable[[Session, int, PlanOptions], PlannedText] | None = None,
-    rounds: type[Rounds] | None = None,
     *,
     sparse: bool = False,
     steps_ratio: float = 1.0,
@@ -108,17 +106,15 @@ def decode(
         tags, mask_token, ends, sparse, steps_ratio, threshold, unit * length_scale, cache, on_bad_plan, max_rounds
     )
     if session.model.tokenizer is not None:
-        excluded, decode_text = {mask_token, *ends}, session.model.tokenizer.decode
-        session.text_of = lambda tokens, decode=decode_text: joined(
-            text_pieces(tokens, tags, excluded), tags, decode, joiner
-        )
-    texts = [(text or PlannedText)(session, sequence, options) for sequence in range(session.batch)]
+        others, plain = {mask_token, *ends}, session.model.tokenizer.decode
+        session.text_of = lambda tokens, decode=plain: joined(text_pieces(tokens, tags, others), tags, decode, joiner)
+    texts = [PlannedText(session, sequence, options) for sequence in range(session.batch)]
     guess = Guesses(session.model, session.seeds, Sampler.of(session.params, "joint"))
     if session.max_new_tokens > 0:  # else no cache is needed
         order = order or ("entropy" if threshold is None else "confidence")
-        (rounds or Rounds)(session, options, guess, order, page_size).run(texts)
-    session.plans = [planned.report for planned in texts]
-    return sum(planned.number for planned in texts)
+        Rounds(session, options, guess, order, page_size).run(texts)
+    session.plans = [own.report for own in texts]
+    return sum(own.number for own in texts)
 
 
 def _checked_tags(session: Session, mask_token: int | None) -> PlanTokens:
@@ -274,8 +270,10 @@ class Rounds:
             allowed = chunks.words(positions.shape[1])
         guesses = self._guess(hidden, sequences, number, offsets, self._banned, allowed)
         there = positions >= 0
-        no_choice = ((guesses.probs.isnan() | (guesses.ids < 0)) & there).any(1, keepdim=True)
-        scores = {"entropy": -guesses.entropy, "confidence": guesses.probs, "margin": guesses.margin}[self._order]
+        no_choice = ((found.probs.isnan() | (found.ids < 0)) & there).any(1, keepdim=True)
+        scores = {"entropy": -found.entropy, "confidence": found.probs, "margin": found.margin}[self._order]
+        threshold = options.threshold
+        limits: dict[str, Any] = {"quota": quota} if threshold is None else {"quota": 1, "threshold": threshold}
         canvas = canvas.clone()  # the op must not write to memory that it reads
         unmask_(
             canvas,
@@ -285,7 +283,7 @@ class Rounds:
             positions=positions,
             windows=windows,
             backend=backend_of(scores.dtype),
-            **self._limits(scores, positions, windows, quota),
+            **limits,
         )
         if chunks is not None:
 
@@ -296,13 +294,6 @@ class Rounds:
 
             chunks.settle_(canvas, positions, scores, draw)
         return torch.cat([canvas, no_choice.to(canvas.dtype)], 1).flatten()
-
-    def _limits(
-        self, scores: torch.Tensor, positions: torch.Tensor, windows: torch.Tensor, quota: torch.Tensor
-    ) -> dict[str, Any]:
-        """The rule of `unmask_` that commits guesses."""
-        threshold = self._options.threshold
-        return {"quota": quota} if threshold is None else {"quota": 1, "threshold": threshold}
 
 
 class _StepTable:
@@ -338,7 +329,7 @@ class _StepTable:
             spare, empty = maximum - len(positions), chunks - len(open_chunks)
             line = [*canvas, *[tags.pad] * (rows - len(canvas)), *shifts, *[0] * (rows - len(shifts))]
             line += [*positions, *[-1] * spare, *offsets, *[-1] * spare]
-            stored = len(canvas) if text.stores_steps else 0
+            stored = 0  # rows of a step: the cache gets the finished chunks
             line += [*windows, *[0] * (2 * empty), *quota, *[0] * empty, stored, text.number + 1]
             self.lines.append(line)
 
