@@ -110,7 +110,7 @@ def test_drafters_are_installed_from_the_checkout_for_what_loads_them(
 
     def registered(purpose: str, sources: dict[str, Any], **changed: str) -> list[str]:
         installed.clear()
-        facts = {"sources": dict.fromkeys(folders, {}) | sources, "packages": versions | changed}
+        facts = {"sources": {name: {} for name in folders} | sources, "packages": versions | changed}
         monkeypatch.setattr(bootstrap, "probe", lambda python, purpose: facts)
         bootstrap.register(Path("/venv/bin/python"), purpose)
         assert all(arguments[:2] == ("--no-deps", "--no-build-isolation") for arguments in installed)
