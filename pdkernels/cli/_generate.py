@@ -119,7 +119,7 @@ def generate(
         use_threads(threads, [language_model])
         if words := advice(model, settings.get("temperature")):
             console.heading(Text(words, "dim"), soft_wrap=True)
-        shown = {"overflow": overflow, "trace": html is not None}
+        shown: dict[str, Any] = {"overflow": overflow, "trace": html is not None}
         results = {
             name: _run(console, language_model, prompt, name, params, {**own, **shown}) for name, own in methods.items()
         }
@@ -129,7 +129,7 @@ def generate(
         greedy = None
         if check:
             greedy = results.get("autoregressive") or decoding.generate(
-                language_model, prompt, params=params, overflow=overflow
+                language_model, prompt, decoding.find("autoregressive"), params=params, overflow=overflow
             )
 
     same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}

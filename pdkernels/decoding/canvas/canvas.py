@@ -287,7 +287,7 @@ class Canvas(CanvasRecord):
         return guesses
 
     def _cut(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """`logits` without what `top_k` and `typical_p` drop; takes from `options` what is done here. Writes to `logits`."""
+        """`logits` without what those filters drop that `token_statistics` does not have for all rows; takes from `options` what is done here. Writes to `logits`."""
         for token in options["suppress"]:
             suppress_(logits, token)
         logits, remaining = self.sampling.sampler.cut(logits)
