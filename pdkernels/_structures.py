@@ -1,4 +1,4 @@
-"""Arguments of ops as named structures, whose fields their schemas follow from (`pdkernels.ops._library.schema_of`)."""
+"""Arguments of ops as named structures, whose fields their schemas follow from (`pdkernels.ops.library.schema_of`)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels import reference
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops import examples, kv_cases, recurrence_cases, speculative_cases, unmask_cases
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -10,7 +10,7 @@ import torch
 
 from pdkernels import _native
 from pdkernels.models.architectures import whole_step
-from pdkernels.ops._library import NAMESPACE, OPS
+from pdkernels.ops.library import NAMESPACE, OPS
 
 BINDINGS = Path(__file__).resolve().parent.parent / "python_bindings"
 # Headers of the ops. Those of the host module bind classes.

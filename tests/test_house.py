@@ -15,7 +15,7 @@ import pytest
 
 import pdkernels as pd
 from pdkernels import config
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pdkernels"

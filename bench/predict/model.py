@@ -108,7 +108,7 @@ class Attention:
 
     def by_queries(self, kernel: str) -> tuple[float, float]:
         """Seconds of a kernel of query tiles, and makespan over mean."""
-        from pdkernels.triton._blocking import _TABLE
+        from pdkernels.triton.blocking import _TABLE
 
         blocking = _TABLE[kernel, "sm_90"][128]
         tiles = self._tiles(kernel, (128 // blocking.block_n, 128 // blocking.masked), False)
@@ -120,8 +120,8 @@ class Attention:
 
     def by_keys(self) -> tuple[float, float]:
         """Seconds of dK and dV, the sum of their pieces included, and makespan over mean."""
-        from pdkernels.triton._blocking import _TABLE
         from pdkernels.triton.block_sparse_attention import split_group
+        from pdkernels.triton.blocking import _TABLE
 
         blocking = _TABLE["dkv", "sm_90"][128]
         tiles = self._tiles("dkv", (128 // blocking.block_m, 128 // blocking.masked), True)

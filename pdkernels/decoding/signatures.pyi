@@ -22,7 +22,6 @@ from pdkernels.models.architectures.sampler_head import SamplerHead
 One = DecodeResult[Tensor, str]
 Many = DecodeResult[list[Tensor], list[str]]
 
-
 class Request(TypedDict, total=False):
     temperature: float
     top_k: int | None
@@ -55,17 +54,14 @@ class Request(TypedDict, total=False):
     overflow: Literal["error", "warn"]
     infill: bool
 
-
 class Autoregressive(Request, total=False):
     allow_mask_token: bool
     page_size: int | None
-
 
 class Jacobi(Autoregressive, total=False):
     block_size: int | Literal["auto"] | None
     window: int | None
     draft: Literal["model", "lookup"]
-
 
 class JacobiMultiblock(Autoregressive, total=False):
     block_size: int
@@ -74,37 +70,30 @@ class JacobiMultiblock(Autoregressive, total=False):
     pool_size: int
     verification_size: int
 
-
 class Suffix(Autoregressive, total=False):
     pool: SuffixPool | None
     block_size: int | Literal["auto"]
-
 
 class DraftModel(Autoregressive, total=False):
     drafter: Any
     block_size: int | Literal["auto"]
 
-
 class Eagle(DraftModel, total=False):
     branches: int
     nodes: int | None
-
 
 class Dflash(Autoregressive, total=False):
     drafter: Any
     block_size: int | Literal["auto"] | None
 
-
 class Mtp(DraftModel, total=False):
     pass
-
 
 class LinearSelfSpeculation(Autoregressive, total=False):
     block_size: int
     threshold: float
     verification: Literal["compare", "rejection"]
     mask_token: int | None
-
 
 class QuadraticSelfSpeculation(Autoregressive, total=False):
     block_size: int
@@ -115,7 +104,6 @@ class QuadraticSelfSpeculation(Autoregressive, total=False):
     ensemble: Literal["probability", "logit"]
     mask_token: int | None
 
-
 class BlockDiffusion(Autoregressive, total=False):
     block_size: int
     threshold: float | None
@@ -123,7 +111,6 @@ class BlockDiffusion(Autoregressive, total=False):
     refresh: Literal["causal", "bidirectional"]
     mask_token: int | None
     sampler: SamplerHead | None
-
 
 class FastDllmV2(Request, total=False):
     block_size: int
@@ -133,7 +120,6 @@ class FastDllmV2(Request, total=False):
     block_cache: bool
     mask_token: int | None
     page_size: int | None
-
 
 class Planned(Request, total=False):
     sparse: bool
@@ -149,7 +135,6 @@ class Planned(Request, total=False):
     mask_token: int | None
     page_size: int | None
 
-
 class RecurrentStatic(Request, total=False):
     recurrences: int | None
     init_scale: float
@@ -158,7 +143,6 @@ class RecurrentStatic(Request, total=False):
     core_noise_schedule: Literal["linear", "root", "harmonic", "constant"]
     new_state: Literal["fresh", "copied"]
     page_size: int | None
-
 
 class RecurrentAdaptive(RecurrentStatic, total=False):
     criterion: (
@@ -171,12 +155,10 @@ class RecurrentAdaptive(RecurrentStatic, total=False):
     first_check: int | None
     adaptive_prompt: bool
 
-
 class RecurrentSelfSpeculation(RecurrentStatic, total=False):
     block_size: int
     draft_recurrences: int
     verification_threshold: float
-
 
 class RecurrentDiffusion(Request, total=False):
     inner_recurrence: int
@@ -198,7 +180,6 @@ class RecurrentDiffusion(Request, total=False):
     stability: int | None
     page_size: int | None
 
-
 class Llada(Request, total=False):
     block_size: int | None
     steps: int | None
@@ -209,7 +190,6 @@ class Llada(Request, total=False):
     revise: float
     mask_token: int | None
 
-
 class Dream(Request, total=False):
     steps: int | None
     algorithm: Literal["origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"]
@@ -219,7 +199,6 @@ class Dream(Request, total=False):
     logits_hook: Callable[..., Any] | None
     tokens_hook: Callable[..., Any] | None
     mask_token: int | None
-
 
 class Slowfast(Request, total=False):
     block_size: int | None
@@ -237,7 +216,6 @@ class Slowfast(Request, total=False):
     transfer_ratio: float
     mask_token: int | None
 
-
 class DllmCache(Request, total=False):
     prompt_interval: int
     gen_interval: int
@@ -253,7 +231,6 @@ class DllmCache(Request, total=False):
     mask_token: int | None
     page_size: int | None
 
-
 class FastDllm(Request, total=False):
     block_size: int
     cache: Literal["none", "prefix", "dual"]
@@ -262,7 +239,6 @@ class FastDllm(Request, total=False):
     steps: int | None
     mask_token: int | None
     page_size: int | None
-
 
 class Generate(Protocol):
     """The type of `pdkernels.decoding.generate`."""

@@ -8,7 +8,7 @@ from pdkernels.distributed.launch import init_process_group
 from pdkernels.distributed.loading import load as load
 from pdkernels.distributed.logits import ShardedLogits
 from pdkernels.distributed.tensor_parallel import parallelize
-from pdkernels.ops._collectives import Traffic, count_communication
+from pdkernels.ops.collectives import Traffic, count_communication
 
 __all__ = [
     "ContextSlices",

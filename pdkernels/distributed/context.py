@@ -28,8 +28,8 @@ from pdkernels._validation import check, check_choice, check_int, check_type
 from pdkernels.distributed.mesh import group_of
 from pdkernels.masks import SegmentMask, TilePlan
 from pdkernels.ops import block_sparse_attention
-from pdkernels.ops._collectives import gathered, passed_on, scattered
 from pdkernels.ops.block_sparse_attention import backward_op
+from pdkernels.ops.collectives import gathered, passed_on, scattered
 
 Exchange = Literal["gather", "ring"]
 Range = tuple[int, int]

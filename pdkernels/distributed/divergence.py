@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pdkernels.ops import LogitDivergence
-from pdkernels.ops._collectives import gathered
-from pdkernels.ops._vocabulary import VocabularyShard
+from pdkernels.ops.collectives import gathered
+from pdkernels.ops.vocabulary import VocabularyShard
 
 
 def divergence(now: Tensor, then: Tensor | None, size: int, shard: VocabularyShard, min_p: float) -> LogitDivergence:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pdkernels._attention import LAYOUTS
-from pdkernels.ops._library import OPS
 from pdkernels.ops.filter_logits import TENSORS
+from pdkernels.ops.library import OPS
 
 if TYPE_CHECKING:  # its import takes a second
     from torch.distributed.tensor import Placement

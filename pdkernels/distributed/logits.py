@@ -11,8 +11,8 @@ from torch import Tensor
 from pdkernels._validation import check_number, message
 from pdkernels.distributed.divergence import divergence
 from pdkernels.ops import LogitDivergence, logit_divergence, token_statistics
-from pdkernels.ops._collectives import gathered
-from pdkernels.ops._vocabulary import VocabularyShard
+from pdkernels.ops.collectives import gathered
+from pdkernels.ops.vocabulary import VocabularyShard
 
 _T = torch.Tensor
 

@@ -31,9 +31,9 @@ from pdkernels.models.architectures.fused import gated, linear, rms_norm
 from pdkernels.models.architectures.layer import Layer
 from pdkernels.models.architectures.recurrent_layer import RecurrentLayer
 from pdkernels.ops import TokenStatistics, linear_token_statistics
-from pdkernels.ops._collectives import gathered, summed
-from pdkernels.ops._quantized_weight import QuantizedWeight
-from pdkernels.ops._vocabulary import VocabularyShard
+from pdkernels.ops.collectives import gathered, summed
+from pdkernels.ops.quantized_weight import QuantizedWeight
+from pdkernels.ops.vocabulary import VocabularyShard
 
 ParallelModel = Transformer | RecurrentDepth
 

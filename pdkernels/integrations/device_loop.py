@@ -24,7 +24,7 @@ from pdkernels.generation.session import Session
 from pdkernels.integrations.while_graph import WhileGraph, capture, kinds_of, require
 from pdkernels.models import RecurrentDepth, Transformer
 from pdkernels.ops import log_step_
-from pdkernels.ops._library import DEBUG_CHECKS
+from pdkernels.ops.library import DEBUG_CHECKS
 
 _OP = "integrations.device_loop.DeviceLoop"
 _FOLLOWED = (*names_of("draw"), "max_new_tokens", "end_tokens")

@@ -57,7 +57,7 @@ def forward_for(arguments: AttentionArguments) -> Callable[[AttentionArguments],
     if not on_hopper(arguments.q):
         return None
     try:
-        from pdkernels.gluon import _launch
+        from pdkernels.gluon import launch as _launch
     except ImportError:  # a Triton without Gluon
         return None
     return _launch.forward if _launch.serves(arguments) and passes(arguments, _launch.forward) else None
@@ -68,7 +68,7 @@ def backward_for(gradients: GradientArguments) -> Callable[[GradientArguments], 
     if not on_hopper(gradients.forward.q):
         return None
     try:
-        from pdkernels.gluon import _launch
+        from pdkernels.gluon import launch as _launch
     except ImportError:
         return None
     return _launch.backward if _launch.serves_gradients(gradients) and passes(gradients, _launch.backward) else None
@@ -79,7 +79,7 @@ def speculative_for(arguments: SpeculativeArguments) -> Callable[..., tuple[Tens
     if not on_hopper(arguments.q):
         return None
     try:
-        from pdkernels.gluon import _launch_speculative as _launch
+        from pdkernels.gluon import launch_speculative as _launch
     except ImportError:
         return None
     return _launch.forward if _launch.serves(arguments) and passes(arguments, _launch.forward) else None

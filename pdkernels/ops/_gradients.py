@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import message, refuse_tangents, sentence
-from pdkernels.ops._library import LIBRARY, NAMESPACE
+from pdkernels.ops.library import LIBRARY, NAMESPACE
 
 
 def refuse_second_derivative(op: str) -> None:

@@ -21,7 +21,7 @@ from pdkernels._validation import (
     fail,
     refuse,
 )
-from pdkernels.ops._library import Draw
+from pdkernels.ops.library import Draw
 
 ACTIVATIONS = ("none", "silu")
 UPDATES = "pending_update"

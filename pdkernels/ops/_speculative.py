@@ -20,7 +20,7 @@ from pdkernels._attention import (
 from pdkernels._validation import check_index, check_type, fail, integer, message
 from pdkernels.masks.tile_plan import TilePlan, dense_plan
 from pdkernels.ops._gluon import speculative_for
-from pdkernels.ops._library import DEBUG_CHECKS
+from pdkernels.ops.library import DEBUG_CHECKS
 from pdkernels.reference import speculative_attention as reference
 
 OP = "speculative_attention"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_floats, check_number, fail, refuse, refuse_tangents
 from pdkernels.ops._gradients import register_gradients
-from pdkernels.ops._library import NAMESPACE, Draw, define
+from pdkernels.ops.library import NAMESPACE, Draw, define
 from pdkernels.reference import transformer_ops as reference
 
 NORM, GATE = "add_rms_norm", "silu_and_mul"

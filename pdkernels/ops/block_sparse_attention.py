@@ -29,7 +29,7 @@ from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.masks.tile_plan import dense_plan
 from pdkernels.ops._gradients import refuse_inference, refuse_second_derivative, refuse_transforms
-from pdkernels.ops._library import LIBRARY, OPS, Draw, call, define, schema_of
+from pdkernels.ops.library import LIBRARY, OPS, Draw, call, define, schema_of
 from pdkernels.reference import block_sparse_attention as reference
 
 __all__ = ["block_sparse_attention"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_device, check_index, check_number, check_shape, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops.library import Draw, call, define
 from pdkernels.reference import draft_lengths as reference
 
 __all__ = ["draft_lengths_"]

@@ -23,7 +23,7 @@ from pdkernels._validation import (
     fail,
 )
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops.library import Draw, call, define
 from pdkernels.reference import feature_cache as reference
 
 __all__ = ["add_cached_rows_", "gather_rows", "select_stale_rows_"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdkernels._validation import INDEX_DTYPES, check_device, check_floats, check_number, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, schema_of
+from pdkernels.ops.library import Draw, call, define, schema_of
 from pdkernels.reference import filter_logits as reference
 
 __all__ = ["LogitFilters", "filter_logits"]

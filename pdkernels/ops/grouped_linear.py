@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pdkernels._validation import check_device, check_floats, check_index, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
-from pdkernels.ops._quantize import quantize
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.library import Draw, call, define
+from pdkernels.ops.quantize import quantize
 from pdkernels.ops.quantized_linear import batched, check_parts
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.reference import grouped_linear as reference
 
 __all__ = ["grouped_linear", "quantized_grouped_linear"]

@@ -29,7 +29,7 @@ from pdkernels._validation import (
     message,
 )
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops.library import Draw, call, define
 from pdkernels.reference import kv_cache as reference
 
 __all__ = ["kv_append_", "kv_commit_", "kv_quantize", "kv_trim_"]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pdkernels._validation import check_device, check_floats, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.library import Draw, call, define
 from pdkernels.ops.quantized_linear import quantized_linear
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.reference import linear as reference
 
 __all__ = ["linear"]

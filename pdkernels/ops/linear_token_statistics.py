@@ -10,12 +10,11 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_floats, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import DEBUG_CHECKS, Draw, call, define
-from pdkernels.ops._quantized_weight import QuantizedWeight
-from pdkernels.ops._vocabulary import VocabularyShard, check_shard
 from pdkernels.ops.filter_logits import TENSORS, LogitFilters, check_ids
+from pdkernels.ops.library import DEBUG_CHECKS, Draw, call, define
 from pdkernels.ops.linear import linear_op
 from pdkernels.ops.quantized_linear import quantized_linear
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.ops.token_statistics import (
     OPTIONS,
     RESULTS,
@@ -34,6 +33,7 @@ from pdkernels.ops.token_statistics import (
     shard_record,
     token_statistics_op,
 )
+from pdkernels.ops.vocabulary import VocabularyShard, check_shard
 from pdkernels.reference import linear_token_statistics as reference
 
 __all__ = ["linear_token_statistics"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_shape, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops.library import Draw, call, define
 from pdkernels.reference import log_step as reference
 
 __all__ = ["log_step_"]

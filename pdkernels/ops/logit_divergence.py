@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pdkernels._validation import check_floats, check_number, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, schema_of
+from pdkernels.ops.library import Draw, call, define, schema_of
 from pdkernels.reference import logit_divergence as reference
 
 __all__ = ["LogitDivergence", "logit_divergence"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_device, check_index, check_int, check_shape, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops.library import Draw, call, define
 from pdkernels.reference import lookup_draft as reference
 
 __all__ = ["lookup_draft_"]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pdkernels._validation import KERNEL_DTYPES, check_device, check_floats, check_index, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import LIBRARY, Draw, call, define
-from pdkernels.ops._quantize import quantize
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.library import LIBRARY, Draw, call, define
+from pdkernels.ops.quantize import quantize
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.reference import quantized_linear as reference
 
 __all__ = ["QuantizedWeight", "quantize", "quantized_embedding", "quantized_linear"]

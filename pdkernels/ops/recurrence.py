@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pdkernels._validation import check_int
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, keys, schema_of
 from pdkernels.ops._recurrence import ADVANCE, INJECT, fake_advance, fake_exit, fake_inject
+from pdkernels.ops.library import Draw, call, define, keys, schema_of
 from pdkernels.reference import recurrence as reference
 
 __all__ = ["RecurrenceExit", "recurrence_advance_", "recurrence_exit", "recurrence_inject"]

@@ -35,7 +35,7 @@ from pdkernels._recurrent_state import ConvArguments, DeltaArguments, SelectiveA
 from pdkernels._validation import check_fits_float, check_type
 from pdkernels.backends import Backend
 from pdkernels.ops import _recurrent_state as checks
-from pdkernels.ops._library import call, define, schema_of
+from pdkernels.ops.library import call, define, schema_of
 from pdkernels.reference import recurrent_state as reference
 
 __all__ = ["gated_delta_", "selective_state_", "short_conv_", "state_commit_", "state_trim_"]

@@ -23,7 +23,6 @@ from pdkernels._attention import APPEND_ONLY, SpeculativeArguments, checked_scal
 from pdkernels._validation import check_flag, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._library import LIBRARY, Draw, call, define, schema_of
 from pdkernels.ops._speculative import (
     APPEND,
     OP,
@@ -34,6 +33,7 @@ from pdkernels.ops._speculative import (
     first_positions,
     results,
 )
+from pdkernels.ops.library import LIBRARY, Draw, call, define, schema_of
 
 __all__ = ["speculative_attention", "speculative_attention_append_"]
 

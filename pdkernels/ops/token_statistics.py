@@ -21,9 +21,9 @@ from pdkernels._validation import (
     sentence,
 )
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, keys, schema_of
-from pdkernels.ops._vocabulary import SamplingRule, VocabularyShard, check_shard, local_tokens, merged, recorded
 from pdkernels.ops.filter_logits import NONE, SCHEMA, LogitFilters, check_filters, check_ids, raw_filters
+from pdkernels.ops.library import Draw, call, define, keys, schema_of
+from pdkernels.ops.vocabulary import SamplingRule, VocabularyShard, check_shard, local_tokens, merged, recorded
 from pdkernels.reference import token_statistics as reference
 
 __all__ = ["TokenStatistics", "token_statistics"]

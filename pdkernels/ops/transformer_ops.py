@@ -26,7 +26,7 @@ from pdkernels._validation import (
 )
 from pdkernels.backends import Backend
 from pdkernels.ops import _transformer_gradients as gradients
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops.library import Draw, call, define
 from pdkernels.reference import transformer_ops as reference
 
 __all__ = ["add_rms_norm", "apply_rope_", "apply_rope_append_", "silu_and_mul"]

@@ -21,7 +21,7 @@ from pdkernels._validation import (
     sentence,
 )
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, keys, schema_of
+from pdkernels.ops.library import Draw, call, define, keys, schema_of
 from pdkernels.reference import unmask as reference
 
 __all__ = ["Unmasked", "unmask_"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_index, check_indices, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, schema_of
+from pdkernels.ops.library import Draw, call, define, schema_of
 from pdkernels.reference import verify_draft as reference
 
 __all__ = ["DraftVerdict", "verify_draft"]

@@ -14,7 +14,7 @@ from pdkernels.models import Transformer
 from pdkernels.models.architectures.rope import apply_rope
 from pdkernels.models.drafters import EagleConfig, EagleHead
 from pdkernels.models.drafters.rows import tables_of
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 _OP = "training.eagle_loss"
 

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._recurrent_state import ConvArguments
-from pdkernels.triton._blocking import ROUNDED
 from pdkernels.triton._state_steps import dense, keep_rows, packed, sequence_of, sigmoid
+from pdkernels.triton.blocking import ROUNDED
 
 CHANNELS = 256
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdkernels.triton._blocking import ROUNDED
 from pdkernels.triton._state_steps import CHECKED, LONGEST
+from pdkernels.triton.blocking import ROUNDED
 
 
 @triton.jit(do_not_specialize=["most", "columns", "layers"])

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._recurrent_state import StepArguments
-from pdkernels.triton._blocking import ROUNDED
+from pdkernels.triton.blocking import ROUNDED
 
 LONGEST = tl.constexpr(2**31 - 1)
 CHECKED = tl.constexpr(32)

@@ -30,8 +30,8 @@ from torch import Tensor
 from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels._validation import message
 from pdkernels.triton import _blocks as blocks
-from pdkernels.triton._blocking import CONTRACTED, Blocking, choose_blocking
 from pdkernels.triton._blocks import LN_2, LOG2_E, addressable, split_head_dim
+from pdkernels.triton.blocking import CONTRACTED, Blocking, choose_blocking
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdkernels.triton._blocking import CONTRACTED
+from pdkernels.triton.blocking import CONTRACTED
 from pdkernels.triton.linear import TABLE, Tiling, product_tile
 from pdkernels.triton.quantized_linear import TILE, packed_tile, parts_of, quantized_rows
 

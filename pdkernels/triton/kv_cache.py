@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._attention import SCALE_BYTES
-from pdkernels.triton._blocking import ROUNDED
+from pdkernels.triton.blocking import ROUNDED
 
 ROWS = 8
 LARGEST_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)

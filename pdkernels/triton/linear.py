@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdkernels.triton._blocking import CONTRACTED
+from pdkernels.triton.blocking import CONTRACTED
 
 
 class Tiling(NamedTuple):

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdkernels.triton import _blocking
+from pdkernels.triton import blocking as _blocking
 
 
 class Tiling(NamedTuple):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdkernels.triton._blocking import ROUNDED
+from pdkernels.triton.blocking import ROUNDED
 
 TILE = tl.constexpr(16)
 BLOCK = tl.constexpr(32)

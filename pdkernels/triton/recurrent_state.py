@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._recurrent_state import DeltaArguments, SelectiveArguments, StepArguments
-from pdkernels.triton._blocking import ROUNDED
 from pdkernels.triton._short_conv import short_conv_
 from pdkernels.triton._state_lengths import state_commit_, state_trim_
 from pdkernels.triton._state_steps import dense, keep_rows, packed, sequence_of, sigmoid, view
+from pdkernels.triton.blocking import ROUNDED
 
 __all__ = ["gated_delta_", "selective_state_", "short_conv_", "state_commit_", "state_trim_"]
 

@@ -26,11 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._attention import SpeculativeArguments
-from pdkernels.triton import _blocking
 from pdkernels.triton import _blocks as blocks
-from pdkernels.triton._append import append_chunk
-from pdkernels.triton._blocking import CONTRACTED, Blocking
+from pdkernels.triton import blocking as _blocking
 from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
+from pdkernels.triton.append import append_chunk
+from pdkernels.triton.blocking import CONTRACTED, Blocking
 
 FEW_ROWS = 32
 # Like the table of the block-sparse kernels, for few and for many packed rows: {(rows, architecture): {largest head

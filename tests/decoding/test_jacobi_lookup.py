@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.decoding.causal._lookup import POOL, REACH, Lookup
+from pdkernels.decoding.causal.lookup import POOL, REACH, Lookup
 from pdkernels.reference import jacobi_lookup as reference
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.lookup_draft import GROWTH, looked_up

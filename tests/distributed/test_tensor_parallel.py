@@ -13,8 +13,8 @@ import pdkernels.distributed
 from pdkernels.distributed import ShardedLogits, parallelize
 from pdkernels.distributed.shards import Shards
 from pdkernels.generation.sampler import Sampler
-from pdkernels.ops._collectives import gathered, summed
-from pdkernels.ops._vocabulary import VocabularyShard
+from pdkernels.ops.collectives import gathered, summed
+from pdkernels.ops.vocabulary import VocabularyShard
 from tests.distributed.ranks import COUNTS
 from tests.support.errors import refused
 

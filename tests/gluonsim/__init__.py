@@ -1,7 +1,7 @@
 """Executes Gluon kernels on the CPU, from their source.
 
     simulator = Simulator()
-    kernels = simulator.load("pdkernels.gluon._launch")        # the module, with its launchers, in the simulator
+    kernels = simulator.load("pdkernels.gluon.launch")        # the module, with its launchers, in the simulator
     with simulator.schedule(seed=3):
         out, lse = kernels.forward(arguments)
 

@@ -16,7 +16,7 @@ from tests.gluonsim import Edit
 from tests.harness.error_budget import assert_within_budget
 from tests.masks.brute_force import brute_force
 
-LAUNCH = "pdkernels.gluon._launch"
+LAUNCH = "pdkernels.gluon.launch"
 STEPS, FORWARD = "pdkernels.gluon._steps", "pdkernels.gluon.block_sparse_attention"
 BACKWARD = "pdkernels.gluon.block_sparse_attention_backward"
 

@@ -17,7 +17,7 @@ from tests.gluonsim.attention_cases import LAUNCH, STEPS, plan_of, random_mask
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.speculative_cases import Inputs, make_inputs
 
-SPECULATIVE, KERNEL = "pdkernels.gluon._launch_speculative", "pdkernels.gluon.speculative_attention"
+SPECULATIVE, KERNEL = "pdkernels.gluon.launch_speculative", "pdkernels.gluon.speculative_attention"
 
 
 class Call(NamedTuple):

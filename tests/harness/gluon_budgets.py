@@ -32,7 +32,7 @@ def compiled(launch: Callable[[], object]) -> dict[str, Any]:
     run = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, warmup: bool, **options: Any) -> None:
-        assert "enable_fp_fusion" in options, "see pdkernels/triton/_blocking.py"
+        assert "enable_fp_fusion" in options, "see pdkernels/triton/blocking.py"
         found[self.__name__] = run(self, *arguments, warmup=True, **options)
 
     triton.runtime.driver.set_active(harness._Driver("sm_90"))

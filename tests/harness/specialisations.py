@@ -270,7 +270,7 @@ def _call_linear(function: Callable[..., Any], given: dict[str, Any]) -> None:
 
 def _packed(given: dict[str, Any], matrices: int | None = None) -> Any:
     import pdkernels as pd
-    from pdkernels.ops._quantized_weight import Part
+    from pdkernels.ops.quantized_weight import Part
     from pdkernels.reference.quantized_linear import Layout
 
     layout, width = Layout(*given["matrix"]), given["width"]
@@ -404,7 +404,7 @@ class _OnCuda(TorchDispatchMode):
     """Sends ops with a Triton kernel to the code that launches it on CUDA."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from pdkernels.ops._library import NAMESPACE, OPS
+        from pdkernels.ops.library import NAMESPACE, OPS
 
         space, name = function._schema.name.split("::")
         if space == NAMESPACE and torch._C._dispatch_has_kernel_for_dispatch_key(f"{space}::{name}", "CUDA"):
@@ -428,7 +428,7 @@ class Compiler:
         import triton
         from triton.runtime.jit import JITFunction
 
-        from pdkernels.triton import _blocking
+        from pdkernels.triton import blocking as _blocking
 
         triton.runtime.driver.set_active(triton_budgets._Driver(self.architecture))
         version = int(self.architecture[3:-1]), int(self.architecture[-1])
@@ -447,7 +447,7 @@ class Compiler:
         from triton.compiler import ASTSource
 
         name = f"{kernel.__module__.split('.')[-1]} {kernel.__name__}"
-        assert "enable_fp_fusion" in options, "see pdkernels/triton/_blocking.py"
+        assert "enable_fp_fusion" in options, "see pdkernels/triton/blocking.py"
         sizes = (*grid, 1, 1)[:3]
         for size, limit in zip(sizes, GRID_LIMIT):
             assert 0 < size <= limit, f"a grid of {sizes}"

@@ -136,8 +136,8 @@ def compile_case(case: str) -> dict[str, Any]:
 
     from pdkernels._attention import AttentionArguments, GradientArguments
     from pdkernels.masks import Segment, SegmentMask
-    from pdkernels.triton import _blocking
     from pdkernels.triton import block_sparse_attention as kernels
+    from pdkernels.triton import blocking as _blocking
 
     architecture, dtype, head_dim = case.split(":")
     compiled: dict[str, Any] = {}

@@ -9,7 +9,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import generate
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 moe = pytest.importorskip(

@@ -18,7 +18,7 @@ from pdkernels.masks import block_causal
 from pdkernels.models import ExpertsConfig
 from pdkernels.models.architectures import whole_step
 from pdkernels.models.architectures.experts import mixture
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from tests.harness.error_budget import assert_within_budget
 
 transformers = pytest.importorskip(

@@ -11,7 +11,7 @@ import torch
 
 from pdkernels import models
 from pdkernels.models import LinearScaling
-from pdkernels.models.checkpoints import gguf_keys
+from pdkernels.models.files import gguf_keys
 
 files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
 transformers = pytest.importorskip("transformers", reason="builds hybrid models with transformers")

@@ -18,7 +18,7 @@ from pdkernels.decoding import available, generate, supports
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import chosen_by_sigmoid
 from pdkernels.models.architectures.rope import PartialRotation
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 pytest.importorskip("transformers", reason="needs create_bidirectional_mask", minversion="5")
 from tests.support.block_sampler import block_sampler

@@ -23,8 +23,8 @@ from pdkernels.masks import TilePlan
 from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling
 from pdkernels.models.architectures import whole_step
 from pdkernels.models.architectures.layer import Layer
-from pdkernels.ops._quantize import quantize
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantize import quantize
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, configs, some_tokens
 from tests.models.test_transformer_cached_plans import MASKS
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pdkernels import _native
 from pdkernels.models import ExpertsConfig, Transformer, TransformerConfig
-from pdkernels.ops._quantize import quantize
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantize import quantize
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, configs, some_tokens
 from tests.models.test_whole_step import both, count_runs, prompts_drafts_and_a_token
 

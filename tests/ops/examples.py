@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdkernels as pd
 from pdkernels.masks import TilePlan
-from pdkernels.ops._library import OPS, Draw
+from pdkernels.ops.library import OPS, Draw
 
 PUBLIC = [name for name in OPS if not name.endswith("_backward")]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pdkernels.masks import TilePlan
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops.examples import PUBLIC, Arguments, example, run, tensors_in
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

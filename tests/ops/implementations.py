@@ -24,7 +24,7 @@ import torch
 from torch.utils import cpp_extension
 
 import pdkernels as pd
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.cudasim.build import ROOT, SCHEDULES, build_library, schedule
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops.examples import is_float, raw_arguments, tensors_in
 
 Raw = tuple[Any, ...]

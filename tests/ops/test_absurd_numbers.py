@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pdkernels as pd
 from pdkernels.masks import TilePlan
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.decoding.test_absurd_options import VALUES
 from tests.ops.examples import PUBLIC, example, floats_of, run
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pdkernels as pd
 from pdkernels import _aliasing
 from pdkernels.backends import ON_CUDA
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops.examples import Arguments, example, raw_arguments, run, tensors_in
 from tests.ops.implementations import implementation
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import pdkernels as pd
 from pdkernels.models.architectures.rope import apply_rope, rope_tables
-from pdkernels.ops import _library
+from pdkernels.ops import library as _library
 from pdkernels.reference.transformer_ops import apply_rope_ as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.implementations import NAMES, implementation

@@ -35,7 +35,7 @@ def compile_case(case: str) -> Any:
     import torch
 
     from pdkernels._attention import AttentionArguments, GradientArguments
-    from pdkernels.gluon import _launch
+    from pdkernels.gluon import launch as _launch
     from pdkernels.masks import Segment, SegmentMask
     from pdkernels.triton.block_sparse_attention import Saved
 

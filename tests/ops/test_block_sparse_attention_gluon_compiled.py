@@ -30,7 +30,7 @@ def compile_case(case: str) -> Any:
     import torch
 
     from pdkernels._attention import AttentionArguments
-    from pdkernels.gluon import _launch
+    from pdkernels.gluon import launch as _launch
     from pdkernels.masks import Segment, SegmentMask
 
     dtype, head_dim, block_q, *options = case.replace(",", ":").split(":")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.harness.pretended_gpu import pretended_gpu
 from tests.ops.examples import Arguments, example, run, tensors_in
 

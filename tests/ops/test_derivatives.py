@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops.examples import PUBLIC, example, floats_of, is_float, run, tensors_in
 
 # Each op with each of its float inputs: some ops have none.
@@ -96,7 +96,7 @@ def test_the_transform_is_refused_too(op: str, name: str) -> None:
 @pytest.mark.parametrize("op", ["block_sparse_attention", "speculative_attention", "speculative_attention_append_"])
 def test_a_raw_call_of_attention_refuses_it_too(op: str, level: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """These ops have an autograd kernel with its own check."""
-    monkeypatch.setattr("pdkernels.ops._library.refuse_tangents", lambda *_, **__: None)
+    monkeypatch.setattr("pdkernels.ops.library.refuse_tangents", lambda *_, **__: None)
     x, function = call(op, "q")
     with pytest.raises(NotImplementedError, match="an input has a tangent"):
         function(dual(x))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops.examples import PUBLIC, example, is_float, raw_arguments, run, tensors_in
 
 

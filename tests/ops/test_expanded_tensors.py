@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops.examples import dims_to_expand, example, run, written_by
 
 PLAN = pd.masks.causal(4).plan(16, 16)

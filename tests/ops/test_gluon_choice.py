@@ -140,7 +140,8 @@ def test_hopper_alone_unless_the_environment_says_no(
     capability: tuple[int, int], setting: str, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="needs triton")
-    from pdkernels.gluon import _launch, _launch_speculative
+    from pdkernels.gluon import launch as _launch
+    from pdkernels.gluon import launch_speculative as _launch_speculative
 
     arguments, there = on_gpu(capability)
     monkeypatch.setenv(_choice.VARIABLE, setting)
@@ -163,7 +164,7 @@ def test_the_environment_says_auto_or_0(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_the_kernel_does_not_serve() -> None:
     pytest.importorskip("triton", reason="needs triton")
-    from pdkernels.gluon._launch import serves
+    from pdkernels.gluon.launch import serves
 
     assert serves(given()) and serves(given(128, torch.bfloat16))
     assert not serves(given(96)) and not serves(given(64, torch.float32))
@@ -181,7 +182,7 @@ def test_what_the_kernel_does_not_serve() -> None:
 def test_rows_of_8_bits_are_left_to_triton() -> None:
     """Whatever their width: that of the codes and a scale may be a head dimension that the kernel has."""
     pytest.importorskip("triton", reason="needs triton")
-    from pdkernels.gluon._launch_speculative import serves
+    from pdkernels.gluon.launch_speculative import serves
 
     numbers = speculative(128)._replace(q=torch.randn(1, 100, 4, 64).half(), k_new=torch.randn(1, 100, 1, 64).half())
     numbers = numbers._replace(v_new=numbers.k_new)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pdkernels as pd
 from pdkernels import backends
-from pdkernels.ops import _library
+from pdkernels.ops import library as _library
 from pdkernels.reference import kv_cache as reference
 from tests.ops.kv_cases import Case, filled, make_case, whole
 from tests.support.errors import refused

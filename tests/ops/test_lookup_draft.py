@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import pdkernels as pd
 from bench.bench_lookup_draft import REACH, searched
-from pdkernels.ops import _library
+from pdkernels.ops import library as _library
 from pdkernels.reference.lookup_draft import lookup_draft_ as reference
 from tests.ops.implementations import NAMES, implementation
 from tests.support.errors import refused

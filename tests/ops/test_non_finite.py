@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdkernels._attention import AttentionArguments, GradientArguments, SpeculativeArguments
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.harness.triton_interpreter import dot_dtypes, requires_triton
 from tests.ops.examples import PUBLIC, floats_of
 from tests.ops.implementations import emulated_ops, simulated_ops

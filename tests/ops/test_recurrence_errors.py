@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.ops import _library
+from pdkernels.ops import library as _library
 from tests.ops.recurrence_cases import Wave, make_rows
 from tests.support.errors import kind_of, refused
 

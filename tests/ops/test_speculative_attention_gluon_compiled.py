@@ -32,7 +32,7 @@ def compile_case(case: str) -> Any:
     import torch
 
     from pdkernels._attention import SpeculativeArguments
-    from pdkernels.gluon import _launch_speculative as _launch
+    from pdkernels.gluon import launch_speculative as _launch
     from pdkernels.masks import quadratic
 
     dtype, head_dim, page_size, block, *options = case.replace(",", ":").split(":")

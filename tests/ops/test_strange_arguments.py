@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pdkernels as pd
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops.examples import PUBLIC, example, raw_arguments, run, tensors_in
 
 

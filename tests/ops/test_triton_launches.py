@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 from pdkernels import backends
 from pdkernels._attention import AttentionArguments, GradientArguments, SpeculativeArguments
-from pdkernels.ops._library import OPS, _on_its_device
+from pdkernels.ops.library import OPS, _on_its_device
 from tests.harness import triton_budgets as harness
 from tests.harness.triton_interpreter import requires_triton
 
@@ -112,7 +112,7 @@ def main(cases: list[str]) -> None:
     import triton
     from triton.runtime.jit import JITFunction
 
-    from pdkernels.triton import _blocking
+    from pdkernels.triton import blocking as _blocking
 
     kernels: dict[str, set[str]] = defaultdict(set)
     launch = JITFunction.run

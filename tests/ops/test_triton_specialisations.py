@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdkernels import backends
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.cudasim.build import ROOT
 from tests.harness import specialisations
 from tests.harness import triton_budgets as harness

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.ops import _library
+from pdkernels.ops import library as _library
 from tests.ops.unmask_cases import MASK, Case, expected, run
 from tests.support.errors import refused
 

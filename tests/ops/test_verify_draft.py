@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import pdkernels as pd
-from pdkernels.ops import _library
+from pdkernels.ops import library as _library
 from pdkernels.reference.verify_draft import verify_draft as reference
 from tests.ops.implementations import NAMES, implementation
 from tests.support.errors import refused

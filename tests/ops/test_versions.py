@@ -12,7 +12,7 @@ from torch import Tensor
 import pdkernels as pd
 from pdkernels import _native
 from pdkernels.models.architectures import whole_step
-from pdkernels.ops._library import NAMESPACE, OPS
+from pdkernels.ops.library import NAMESPACE, OPS
 from tests.models.test_row_invariance import CONFIG, a_model
 from tests.ops.examples import example, floats_of, raw_arguments, run
 

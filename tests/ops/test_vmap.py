@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdkernels.ops._library import OPS
+from pdkernels.ops.library import OPS
 from tests.ops.examples import PUBLIC, example, run, tensors_in
 from tests.support.errors import refused
 

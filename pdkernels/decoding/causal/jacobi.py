@@ -14,7 +14,7 @@ import torch
 
 from pdkernels._validation import check, check_fits_memory, check_type, refuse
 from pdkernels.decoding.causal._filler import filler_words
-from pdkernels.decoding.causal._lookup import Lookup
+from pdkernels.decoding.causal.lookup import Lookup
 from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding.steps import DraftSteps, decoder
 from pdkernels.generation.noise import OWN, banned_tokens, checked_name, latents

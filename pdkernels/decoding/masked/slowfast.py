@@ -148,8 +148,8 @@ class Loop:
             guesses = canvas.guess(self._forward(step.columns[0], width), step, self._forward.first_row)
             if step.positions.shape[1]:
                 # Where a candidate for the end of a span may be.
-                sure = guesses.probs > self._options.tau_min
-                canvas.fact.copy_(torch.where(sure, step.positions, -1).amax(1))
+                confident = guesses.probs > self._options.tau_min
+                canvas.fact.copy_(torch.where(confident, step.positions, -1).amax(1))
             else:
                 canvas.fact.fill_(-1)
             _, quota, min_count = step.columns

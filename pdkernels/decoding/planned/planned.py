@@ -270,8 +270,8 @@ class Rounds:
             allowed = chunks.words(positions.shape[1])
         guesses = self._guess(hidden, sequences, number, offsets, self._banned, allowed)
         there = positions >= 0
-        no_choice = ((found.probs.isnan() | (found.ids < 0)) & there).any(1, keepdim=True)
-        scores = {"entropy": -found.entropy, "confidence": found.probs, "margin": found.margin}[self._order]
+        no_choice = ((guesses.probs.isnan() | (guesses.ids < 0)) & there).any(1, keepdim=True)
+        scores = {"entropy": -guesses.entropy, "confidence": guesses.probs, "margin": guesses.margin}[self._order]
         threshold = options.threshold
         limits: dict[str, Any] = {"quota": quota} if threshold is None else {"quota": 1, "threshold": threshold}
         canvas = canvas.clone()  # the op must not write to memory that it reads

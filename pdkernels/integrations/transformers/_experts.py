@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pdkernels.models.architectures import fused
 from pdkernels.models.architectures.experts import in_order, sorted_by_expert, weighted_sum
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 NAME = "pdkernels"
 MATRICES = ("gate_up_proj", "up_proj", "down_proj")

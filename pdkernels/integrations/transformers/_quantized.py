@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from pdkernels._validation import check, check_type
 from pdkernels.integrations.transformers._experts import register_experts, replace_, stacks
 from pdkernels.models.architectures.packing import OP, quantize_named
-from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.ops.quantized_linear import quantized_linear
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy
 
-from pdkernels.decoding.causal._lookup import GROWTH, LEAST, REACH
+from pdkernels.decoding.causal.lookup import GROWTH, LEAST, REACH
 
 
 def looked_up(text: numpy.ndarray, maximum: int) -> list[int]:

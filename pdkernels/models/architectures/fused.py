@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from pdkernels._validation import KERNEL_DTYPES
-from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.ops.grouped_linear import grouped_linear as grouped_product
 from pdkernels.ops.grouped_linear import quantized_grouped_linear
 from pdkernels.ops.linear import linear as product
 from pdkernels.ops.quantized_linear import quantized_embedding, quantized_linear
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
 
 

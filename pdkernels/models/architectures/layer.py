@@ -10,7 +10,7 @@ from torch import nn
 
 from pdkernels._validation import check
 from pdkernels.models.architectures.fused import add_norm, gated, linear, rms_norm
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from pdkernels.models.architectures.config import TransformerConfig

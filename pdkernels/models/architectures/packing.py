@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pdkernels._validation import KERNEL_DTYPES, check, check_type, did_you_mean, message
-from pdkernels.ops._quantize import quantize
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantize import quantize
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 OP = "quantize"
 _EXPERTS = ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down")

@@ -27,8 +27,8 @@ from pdkernels.models.architectures.attention import NewRows
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import ExpertLayer
 from pdkernels.models.architectures.layer import Layer
-from pdkernels.ops._library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 OP = "transformer_layers_"
 

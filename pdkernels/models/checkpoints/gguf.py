@@ -22,12 +22,12 @@ from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, Ro
 from pdkernels.models.checkpoints import gguf_hybrid, hf, hybrid_hf
 from pdkernels.models.checkpoints.checkpoint import Checkpoint
 from pdkernels.models.checkpoints.gguf_ends import marks_of
-from pdkernels.models.checkpoints.gguf_keys import UNSUPPORTED, Keys
 from pdkernels.models.checkpoints.gguf_tokenizer import tokenizer
 from pdkernels.models.files.fields import OP, Kept, read_from, shown
 from pdkernels.models.files.gguf_file import GgufFile, GgufTensor
+from pdkernels.models.files.gguf_keys import UNSUPPORTED, Keys
 from pdkernels.models.files.layout import Layout, Parts, Stored
-from pdkernels.ops._quantized_weight import GGUF_FORMATS, QuantizedWeight
+from pdkernels.ops.quantized_weight import GGUF_FORMATS, QuantizedWeight
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 _MOE = "qwen3moe"

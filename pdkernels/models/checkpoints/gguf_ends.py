@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdkernels.models.checkpoints.gguf_keys import Keys
+from pdkernels.models.files.gguf_keys import Keys
 
 NORMAL, CONTROL, USER = 1, 3, 4
 

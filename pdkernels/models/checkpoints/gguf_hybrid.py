@@ -16,9 +16,9 @@ from pdkernels._validation import check, fail, message
 from pdkernels.models.architectures.hybrid import HybridConfig, Mixer
 from pdkernels.models.architectures.rope import RopeScaling
 from pdkernels.models.checkpoints import hybrid_hf
-from pdkernels.models.checkpoints.gguf_keys import Keys
 from pdkernels.models.files.fields import OP, Kept, read_from, shown
 from pdkernels.models.files.gguf_file import GgufFile
+from pdkernels.models.files.gguf_keys import Keys
 from pdkernels.models.files.layout import Layout, Parts
 
 QWEN35, LFM2 = "qwen35", "lfm2"

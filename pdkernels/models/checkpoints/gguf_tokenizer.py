@@ -10,8 +10,8 @@ from typing import Any
 
 from pdkernels._validation import check, fail, message
 from pdkernels.models.checkpoints.gguf_ends import CONTROL, USER, Marks
-from pdkernels.models.checkpoints.gguf_keys import Keys
 from pdkernels.models.files.fields import OP, shown
+from pdkernels.models.files.gguf_keys import Keys
 from pdkernels.models.text.chat import ChatTemplate
 from pdkernels.models.text.tokenizers import JsonTokenizer, library, naming
 

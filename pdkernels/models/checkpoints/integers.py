@@ -11,7 +11,7 @@ from torch import Tensor
 from pdkernels._validation import fail, message
 from pdkernels.models.files.fields import OP, Fields, shown
 from pdkernels.models.files.patterns import Budget, InvalidPattern, Pattern, UnsupportedPattern
-from pdkernels.ops._quantized_weight import GROUP
+from pdkernels.ops.quantized_weight import GROUP
 
 FLOATS = ("float16", "bfloat16", "float32")
 WORDS = ("I32",)

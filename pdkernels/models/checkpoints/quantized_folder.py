@@ -15,7 +15,7 @@ from pdkernels.models.checkpoints.integers import Format, Integers, Scheme, refu
 from pdkernels.models.files.fields import OP, Fields, read_from, some
 from pdkernels.models.files.folder import Weights
 from pdkernels.models.files.layout import DTYPES, Layout, Parts, Stored
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 METHODS = (*gptq.METHODS, compressed.METHOD)
 FIELDS = ("quantization_config", "compression_config")

@@ -45,8 +45,8 @@ from pdkernels.models.files.layout import DTYPES, Layout
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.text.tokenizer_files import read_tokenizer_files
 from pdkernels.models.text.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
-from pdkernels.ops._quantize import quantize
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantize import quantize
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 Model: TypeAlias = Transformer | RecurrentDepth | Hybrid
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from pdkernels._validation import check, fail, message
-from pdkernels.models.checkpoints.gguf_keys import ABSENT
 from pdkernels.models.files.fields import OP, Kept, shown
+from pdkernels.models.files.gguf_keys import ABSENT
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -32,7 +32,7 @@ from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts,
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown, some
 from pdkernels.models.files.folder import Weights, member, read_fields
 from pdkernels.models.files.layout import Layout, Parts
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"

@@ -14,7 +14,7 @@ from pdkernels._validation import message
 from pdkernels.models.checkpoints.compressed import METHOD
 from pdkernels.models.checkpoints.integers import words_for
 from pdkernels.models.files.layout import Parts
-from pdkernels.ops._quantized_weight import GROUP, Part, QuantizedWeight
+from pdkernels.ops.quantized_weight import GROUP, Part, QuantizedWeight
 
 _OP = "models.save_drafter"
 

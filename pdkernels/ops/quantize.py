@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_floats, check_type, fail, refuse
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdkernels._attention import SpeculativeArguments
 from pdkernels.triton import _blocks as blocks
-from pdkernels.triton._blocking import ROUNDED
+from pdkernels.triton.blocking import ROUNDED
 
 # Values checked, and rows stored, at a time.
 _CHECKED = tl.constexpr(128)

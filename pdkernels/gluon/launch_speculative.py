@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from pdkernels._attention import SpeculativeArguments
-from pdkernels.gluon._launch import ELEMENTS, STEPS, describable, describe
+from pdkernels.gluon.launch import ELEMENTS, STEPS, describable, describe
 from pdkernels.gluon.speculative_attention import ROWS, split_kernel
-from pdkernels.triton._append import store_rows
-from pdkernels.triton._blocking import CONTRACTED
+from pdkernels.triton.append import store_rows
+from pdkernels.triton.blocking import CONTRACTED
 from pdkernels.triton.speculative_attention import FEW_ROWS, choose_splits, merge
 
 

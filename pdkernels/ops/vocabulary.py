@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdkernels._philox import uniforms_at
 from pdkernels._validation import check, check_type, fail
-from pdkernels.ops._collectives import gathered
+from pdkernels.ops.collectives import gathered
 
 Results = tuple[Tensor, ...]
 Run = Callable[..., Results]

@@ -16,9 +16,9 @@ from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels.gluon.block_sparse_attention import forward_kernel
 from pdkernels.gluon.block_sparse_attention_backward import dq_kernel
 from pdkernels.gluon.block_sparse_attention_dkv import dkv_kernel
-from pdkernels.triton._blocking import CONTRACTED
 from pdkernels.triton.block_sparse_attention import Passes, Saved
 from pdkernels.triton.block_sparse_attention import backward as triton_backward
+from pdkernels.triton.blocking import CONTRACTED
 
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
