@@ -209,16 +209,16 @@ class Engine:
         within = f"have at most {longest} tokens, the engine's"
         check(session.longest <= longest, _OP, "prompt", within, session.longest, remedy)
         decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
-        worker, told = self._thread, session._on_tokens
+        worker, on_tokens = self._thread, session.on_tokens
         handle = Generation(next(self._numbers), session.prompts[0], decoder, worker)
 
         def tell(sequence: int, ids: list[int], accepted: int) -> None:
             handle._add(ids, accepted)
-            if told is not None:
+            if on_tokens is not None:
                 with worker.callback():
-                    told(sequence, ids, accepted)
+                    on_tokens(sequence, ids, accepted)
 
-        session._on_tokens = tell
+        session.on_tokens = tell
         session.on_provisional = handle._show if provisional else None
         sampler = session.sampler if chosen.steps.draws_by_row(options) else None
         key = self._key(chosen, session, options, handle.number)
@@ -371,7 +371,7 @@ class Engine:
                         *method_batch.running.values(),
                         *([method_batch.prefilling] if method_batch.prefilling else []),
                     ]:
-                        request.handle._withdrawn = True
+                        request.handle.cancel()
                 method_batch.drop_waiting(self._metrics)
             self._memory.waiting(
                 {request.handle.number for method_batch in method_batches for request in method_batch.waiting}

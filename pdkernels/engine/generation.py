@@ -38,7 +38,8 @@ class Generation:
         self._pieces: list[Piece] = []
         self._result: DecodeResult[Any, Any] | None = None
         self._error: BaseException | None = None
-        self._withdrawn = False
+        self.cancelled = False
+        """Whether `cancel` was called."""
         self._standing: tuple[int, int, list[int | None]] = (0, 0, [])  # number, the pieces before it, its tokens
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
@@ -57,7 +58,7 @@ class Generation:
 
     def cancel(self) -> None:
         """Ends it at the next step; what it has so far stays readable. No effect on one that has ended."""
-        self._withdrawn = True
+        self.cancelled = True
 
     def result(self, timeout: float | None = None) -> DecodeResult[Any, Any]:
         """Waits for the end, and returns what `generate` returns for the prompt alone.

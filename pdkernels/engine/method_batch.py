@@ -41,7 +41,7 @@ class Request:
     @property
     def over(self) -> FinishReason | None:
         """Why it must not go on; None if it may."""
-        if self.handle._withdrawn:
+        if self.handle.cancelled:
             return "cancelled"
         late = self.deadline is not None and time.perf_counter() > self.deadline
         return "timeout" if late else None

@@ -108,10 +108,10 @@ class Session:
         self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
         self.likely: WrittenLogProbs | None = None
         self.pool: PagePool | None = None  # where the cache of a running batch takes its pages from
-        self.grammar: Any = None  # a GrammarRows (decoding/grammar), or None
+        self.grammar: Any = None  # a GrammarRows (decoding/grammar_rows.py), or None
         self.stops = Stops()
         self.stopped = [False] * self.batch  # by one of these
-        self._on_tokens = on_tokens
+        self.on_tokens = on_tokens
         self.on_provisional: Callable[[list[int | None]], None] | None = None  # of a request in a running batch
 
     def block(self, size: int) -> int:
@@ -138,7 +138,7 @@ class Session:
     @property
     def listens(self) -> bool:
         """Whether a callback wants tokens as soon as they are final."""
-        return self._on_tokens is not None
+        return self.on_tokens is not None
 
     def new_cache(self, page_size: int | None, extra: int = 0, copies: int = 1, drafts: int = 0, **options: Any) -> Any:
         """A cache with room for every prompt, all its new tokens and `extra` more, `copies` times; paged if `page_size` is given.
@@ -244,9 +244,9 @@ class Session:
 
     def report(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
         """Passes tokens to the callback, as its own list."""
-        if self._on_tokens is not None:
+        if self.on_tokens is not None:
             started = time.perf_counter()
-            self._on_tokens(sequence, new, accepted_drafts)
+            self.on_tokens(sequence, new, accepted_drafts)
             self.callback_seconds += time.perf_counter() - started
 
     def fail_without_choice(self, sequence: int) -> NoReturn:
