@@ -44,14 +44,30 @@ SOURCES = sorted(
 )
 # 450 lines are a guide: a longer file needs a reason to stay one, such as a check and what it checks. This many have none.
 LONGEST = 700
+# Lines of the largest room, at most.
+LARGEST_ROOM = 12_850
 # Folders of a checkout that the installed package has not.
 OUTSIDE = ("tests", "bench", "docs", "scripts", "examples")
 
 # A module may import from its own room and from rooms of a lower rank.
-RANKS = {"reference": 0, "base": 0, "masks": 1, "triton": 2, "gluon": 3, "ops": 4, "cache": 5, "models": 6}
-RANKS |= {"distributed": 7, "decoding": 7, "integrations": 8, "training": 8, "evaluation": 9}
-RANKS |= {"engine": 8, "serve": 9, "top": 10}
+RANKS = {
+    "reference": 0,
+    "base": 0,
+    "grammar": 1,
+    "masks": 1,
+    "triton": 2,
+    "gluon": 3,
+    "ops": 4,
+    "cache": 5,
+    "models": 6,
+}
+RANKS |= {"generation": 7, "distributed": 8, "decoding": 8, "batch": 9, "engine": 9, "integrations": 9, "training": 9}
+RANKS |= {"evaluation": 10, "serve": 10, "top": 11}
 TOP = {"__init__", "__main__", "cli"}
+# The same for the folders of `models`; its face imports all of them, and what it has besides imports none.
+MODEL_RANKS = {"files": 1, "text": 2, "architectures": 3, "drafters": 4, "checkpoints": 5, "__init__": 6}
+# What a room may import of the package, where its rank would allow more.
+NEEDS = {"grammar": {"base", "grammar"}, "generation": {"base", "ops", "cache", "grammar", "models", "generation"}}
 
 
 def relative(path: Path) -> str:
@@ -201,6 +217,73 @@ def test_import_arrows_point_one_way() -> None:
             if room_of(name) != room and RANKS[room_of(name)] >= RANKS[room]:
                 wrong.append(f"{relative(path)} ({room}) imports {name}")
     assert wrong == []
+
+
+@pytest.mark.parametrize("room", NEEDS)
+def test_rooms_import_only_what_they_need(room: str) -> None:
+    others = {
+        f"{relative(path)} imports {name}"
+        for module, path in MODULES.items()
+        for name in imported(path, module)
+        if room_of(module) == room and room_of(name) not in NEEDS[room]
+    }
+    assert others == set()
+
+
+def test_arrows_within_models_point_one_way() -> None:
+    def rank(module: str) -> int:
+        return MODEL_RANKS.get(module.split(".")[2], 0) if module.count(".") > 1 else MODEL_RANKS["__init__"]
+
+    wrong = [
+        f"{relative(path)} imports {name}"
+        for module, path in MODULES.items()
+        for name in imported(path, module)
+        if room_of(module) == room_of(name) == "models"
+        if rank(name) > rank(module)
+    ]
+    assert wrong == []
+
+
+def private_names(tree: ast.AST, room: str) -> list[str]:
+    """Private modules of other rooms, and private names in their modules, that a file of a room imports."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    private = re.compile(rf"pdkernels\.(?!{room}\.)\w+\.(\w+\.)*_(?!_)\w+(\.|$)")
+    return [name for name in names if private.match(name)]
+
+
+def test_no_room_imports_private_modules_of_another() -> None:
+    """Those beside the rooms, such as `_validation`, are for all of them."""
+    folder = {module: "" if path.parent == PACKAGE else module.split(".")[1] for module, path in MODULES.items()}
+    assert {
+        relative(path): names
+        for module, path in MODULES.items()
+        if (names := private_names(parsed(path), folder[module]))
+    } == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pdkernels.ops._speculative import fake",
+        "import pdkernels.ops._speculative",
+        "def f():\n    from pdkernels.ops import _speculative",
+        "from pdkernels.ops.linear import _example",
+    ],
+)
+def test_imports_of_private_modules_are_found(source: str) -> None:
+    assert private_names(ast.parse(source), "models") != [] == private_names(ast.parse(source), "ops")
+
+
+def test_no_room_is_endless() -> None:
+    lines: dict[str, int] = {}
+    for module, path in MODULES.items():
+        lines[room_of(module)] = lines.get(room_of(module), 0) + len(path.read_text().splitlines())
+    assert {room: size for room, size in lines.items() if size > LARGEST_ROOM} == {}
 
 
 def test_reference_imports_nothing_of_ours() -> None:

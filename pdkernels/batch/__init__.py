@@ -1,1 +1,3 @@
 """Files of prompts: read, generated in batches, resumed."""
+
+__all__: list[str] = []
