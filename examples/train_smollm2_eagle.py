@@ -27,8 +27,7 @@ from train_tiny_trimode import cosine
 from training_run import HAS_BF16, Fast, Resume, Run, Score, console, fail, start_checkpoint
 
 import pdkernels as pd
-from pdkernels.models import Transformer, load_drafter
-from pdkernels.models.drafters import EagleHead
+from pdkernels.models import EagleHead, Transformer, load_drafter
 from pdkernels.training import EagleLoss, eagle_loss, new_eagle_head
 
 

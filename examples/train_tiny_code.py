@@ -21,8 +21,7 @@ import typer
 from training_run import HAS_BF16, Output, Resume, Run, Score, console, save, start_model
 
 from pdkernels.decoding import generate
-from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
-from pdkernels.models.text.tokenizers import ByteTokenizer
+from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.training import Problem, arithmetic, as_ids, standard_library
 
 PROBLEMS = 400_000

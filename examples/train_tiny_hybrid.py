@@ -22,8 +22,7 @@ from train_tiny_code import score as score_of
 from train_tiny_trimode import MASK_TOKEN, cosine, joint_batches, joint_step
 from training_run import HAS_BF16, Output, Resume, Run, Score, save
 
-from pdkernels.models import ByteTokenizer
-from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
+from pdkernels.models import ByteTokenizer, Hybrid, HybridConfig
 from pdkernels.training import arithmetic
 
 CONFIG = HybridConfig(

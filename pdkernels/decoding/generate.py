@@ -164,7 +164,7 @@ def generate(
 
     Example:
         >>> import torch
-        >>> from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
+        >>> from pdkernels.models import Transformer, TransformerConfig
         >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2,
         ...                                       head_dim=8, intermediate_size=24))
         >>> greedy = generate(model, [3, 1, 4], max_new_tokens=8)

@@ -197,7 +197,7 @@ def dflash_loss(
     Example:
         >>> import torch
         >>> from pdkernels.models import TransformerConfig
-        >>> from pdkernels.models.drafters import DFlashConfig, DFlashHead
+        >>> from pdkernels.models import DFlashConfig, DFlashHead
         >>> from pdkernels.training import dflash_loss
         >>> sizes = dict(heads=2, kv_heads=1, head_dim=16, intermediate_size=24)
         >>> body = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, **sizes)

@@ -169,7 +169,7 @@ def eagle_loss(
     Example:
         >>> import torch
         >>> from pdkernels.models import TransformerConfig
-        >>> from pdkernels.models.drafters import EagleConfig, EagleHead
+        >>> from pdkernels.models import EagleConfig, EagleHead
         >>> from pdkernels.training import eagle_loss
         >>> sizes = dict(heads=2, kv_heads=1, head_dim=16, intermediate_size=24)
         >>> body = TransformerConfig(vocab_size=11, hidden_size=16, layers=1, **sizes)

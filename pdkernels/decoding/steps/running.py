@@ -61,7 +61,7 @@ class RunningBatch:
         >>> import torch
         >>> from pdkernels.decoding import find, generate
         >>> from pdkernels.decoding.steps import RunningBatch
-        >>> from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
+        >>> from pdkernels.models import Transformer, TransformerConfig
         >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2,
         ...                                       head_dim=8, intermediate_size=24))
         >>> def request(prompt, limit):

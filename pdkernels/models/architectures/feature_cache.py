@@ -83,7 +83,7 @@ class FeatureCache:
     Raises:
         ValueError, TypeError: arguments.
 
-    >>> from pdkernels.models.architectures.transformer import TransformerConfig
+    >>> from pdkernels.models import TransformerConfig
     >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16,
     ...                            intermediate_size=24, attention="bidirectional", predicts="own")
     >>> model = Transformer(config, mask_token=10).requires_grad_(False)
