@@ -1,8 +1,8 @@
 """The cost of a masked-diffusion sampler's step outside the model: ours and the published loops, in plain PyTorch.
 
 The model returns fixed logits, and its time is excluded. Tokens are compared before anything is timed. LLaDA fills one
-position per forward in a block, by confidence in float64. SlowFast's loop is the paper's, written as its released code writes
-another one: it guesses the whole canvas in every forward, and reads the device for each of its decisions.
+position per forward in a block, by confidence in float64. SlowFast's loop is the paper's, written as its released code
+writes another one: it guesses the whole canvas in every forward, and reads the device for each of its decisions.
 """
 
 from __future__ import annotations

@@ -267,8 +267,8 @@ def planned(
     In each step of a round all chunks that have masks commit their most confident ones. All share one clock, which the longest
     chunk sets. Guesses for masks are never the mask, a control token other than the filler, or an end token.
 
-    Where the published code differs, besides parser, schedule, threshold and cache (docs/papers/released.md): it may guess any token; it never
-    checks whether the chunks fit; an empty plan is an assertion.
+    Where the published code differs, besides parser, schedule, threshold and cache (docs/papers/released.md): it may guess any
+    token; it never checks whether the chunks fit; an empty plan is an assertion.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``. Plan rows predict the next

@@ -5,8 +5,8 @@
 PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used directly; for any
 other Python `.venv` is made next to the Makefile. Installs the packages of the purpose that are missing. For demo, smollm2, test,
 bench and docs it also builds the compiled parts and makes the checkout importable from everywhere, with the drafters of
-`packages/smollm2` for smollm2, test and bench. If nothing is missing, it does not use the network and takes about a second. If there
-is a folder `wheelhouse`, packages come only from there.
+`packages/smollm2` for smollm2, test and bench. If nothing is missing, it does not use the network and takes about a second.
+If there is a folder `wheelhouse`, packages come only from there.
 
 CUDA kernels are compiled if there are a GPU and nvcc, or with PDKERNELS_BUILD_CUDA=1.
 """
@@ -47,7 +47,8 @@ def source(name):
     return json.loads(version(name) and metadata.distribution(name).read_text("direct_url.json") or "{}")
 print(json.dumps({
     "python": "%d.%d.%d" % sys.version_info[:3],
-    "packages": {name: version(name) for name in sys.argv[1:]}, "sources": {name: source(name) for name in sys.argv[1:]},
+    "packages": {name: version(name) for name in sys.argv[1:]},
+    "sources": {name: source(name) for name in sys.argv[1:]},
 }))
 """
 

@@ -1,4 +1,4 @@
-"""Figures of compiled kernels in one table of the checkout: tests compile what has changed since, and check the rest against these.
+"""Figures of compiled kernels, a table of the checkout: tests compile what has changed and check the rest against these.
 
     make compiled      brings them up to date
     make test-all      does not look at them

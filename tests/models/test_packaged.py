@@ -1,4 +1,4 @@
-"""Weights in other installed packages: located by entry points, never imported, and asked for where they are missing."""
+"""Weights in other packages: located by entry points, never imported, and asked for where they are missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_missing_weights_are_one_sentence_at_every_door(name: str) -> None:
     model: Any = pd.models.load("tiny-code")
-    sentence = f"{name} is in a package of its own: `pip install pdkernels-smollm2`, or in a checkout `pip install packages/smollm2`."
+    remedy = "`pip install pdkernels-smollm2`, or in a checkout `pip install packages/smollm2`"
+    sentence = f"{name} is in a package of its own: {remedy}."
     for door in (
         lambda: pd.models.load("tiny-code", drafter=name),
         lambda: pd.models.load_drafter(name, model),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, site: Path, module: str = "pdkernels_mine") -> Path:
-    """Installs a package whose entry point is `module` in a new folder `site`. The folder of its weights; importing it fails."""
+    """Installs a package whose entry point is `module` in a new folder; returns that of its weights. Importing it fails."""
     info, folder = site / "mine-1.dist-info", site / "pdkernels_mine"
     for made in (info, folder):
         made.mkdir(parents=True)

@@ -102,9 +102,9 @@ def load(
         adapter: a folder with a PEFT LoRA adapter, which is merged into the weights.
         drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
             use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
-            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package pdkernels-smollm2.
-            Or the folder or name of an EAGLE-3 or DFlash head, or the model's own folder for its layer for multi-token prediction
-            (`load_drafter`): it is attached in ``model.drafters`` under its method.
+            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package
+            pdkernels-smollm2. Or the folder or name of an EAGLE-3 or DFlash head, or the model's own folder for its layer for
+            multi-token prediction (`load_drafter`): it is attached in ``model.drafters`` under its method.
         packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
             factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
             merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed. Of a folder, these

@@ -54,7 +54,7 @@ def load_drafter(
     Args:
         path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3", "peagle" or "dflash"), or of a
             checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``) publish them; the target's own folder,
-            if it has a layer for multi-token prediction (MiMo, Qwen3.5); or the name of a head, one of `available_drafters`.
+            if it has a layer for multi-token prediction (MiMo, Qwen3.5); or a name of `available_drafters`.
         target: the model that it drafts for, one of `load` or of `pdkernels.integrations.transformers.wrap`.
         dtype: of the weights; None: the target's.
         packed: whether quantised matrices stay as they are stored, as in `load`. None: on the CPU.
