@@ -168,6 +168,15 @@ def processor_has(*features: str) -> bool:
     return found is not None and set(features) <= set(found.group(1).split())
 
 
+PROCESSOR_FEATURES = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx2_vnni": ("avx2", "fma", "f16c", "avx_vnni"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+}
+PROCESSOR_FEATURES |= {name: (*PROCESSOR_FEATURES["avx512"], name) for name in ("avx512_vnni", "avx512_bf16")}
+"""What Linux calls the instructions of a level."""
+
+
 def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     """The levels of `CpuIsa` and their compiler flags. All of an architecture are compiled; one is chosen at run time.
 
@@ -189,7 +198,11 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     instructions |= {"avx512_vnni": [*avx512, "-mavx512vnni"], "avx512_bf16": pairs}
     instructions |= {"amx": [*pairs, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
     if emulate:
-        instructions = dict.fromkeys(instructions, avx2 if processor_has("avx2", "fma", "f16c") else [])
+        narrow = avx2 if processor_has(*PROCESSOR_FEATURES["avx2"]) else []
+        for level in instructions:
+            # Tiles of AMX are the system's to allow, which the usual library asks for.
+            if level == "amx" or not processor_has(*PROCESSOR_FEATURES[level]):
+                instructions[level] = narrow
     if not emulate or processor_has("asimddp"):
         instructions["neon_dot"] = ["-march=armv8.2-a+dotprod"]
     if not emulate or processor_has("asimddp", "i8mm", "bf16"):

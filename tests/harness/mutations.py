@@ -1,0 +1,164 @@
+"""Planted faults of the decoders: each changes one line of a copy of the package, and the fast tests named beside it must fail.
+
+    make mutations                                  all of them, some minutes
+    python -m tests.harness.mutations NAME ...      some of them
+
+Run it after a change that thins out tests. Kernels have planted faults of their own, in tests/gluonsim and tests/cudasim.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+COPY = ROOT / "build" / "mutations"
+
+
+class Mutation(NamedTuple):
+    line: str
+    """A part of a line that is there once in the whole package, wherever its file lies."""
+    fault: str
+    """What takes its place."""
+    tests: str
+    """Files under tests/ that find it."""
+
+
+MUTATIONS = {
+    "jacobi draws with the noise of the position before": Mutation(
+        "self.cache.lengths[:, None] + self.after[:width]",
+        "self.cache.lengths[:, None] + self.slot[:width]",
+        "decoding/test_jacobi_sampling.py",
+    ),
+    "jacobi begins a block with a shorter draft": Mutation(
+        "rest.masked_fill_(rest == 0, self.slots)",
+        "rest.masked_fill_(rest == 0, max(1, self.slots - 1))",
+        "decoding/test_jacobi.py",
+    ),
+    "linear drafts again with the noise of its first pass": Mutation(
+        "self.forward += self.drafting",
+        "self.forward += 0 * self.drafting",
+        "decoding/test_linear_self_speculation.py",
+    ),
+    "rejection draws from the distance of the distributions": Mutation(
+        "rest = (p - q).clamp(min=0)",
+        "rest = (p - q).abs()",
+        "decoding/test_linear_self_speculation.py",
+    ),
+    "an end token does not end a draft": Mutation(
+        "masked_fill_(verdict.ended | no_choice, 0)", "masked_fill_(no_choice, 0)", "decoding/test_contract.py"
+    ),
+    "the last token of a prompt runs with its pieces": Mutation(
+        "min(count, len(prompt) - 1 - self.known)",
+        "min(count, len(prompt) - self.known)",
+        "engine/test_engine.py decoding/test_running_batch.py",
+    ),
+    "a request that joins keeps the seed before it": Mutation(
+        "self.steps.reseed(seed)", "self.steps.reseed(seed * 0)", "decoding/test_running_batch.py"
+    ),
+    "top_p leaves out the token that reaches the mass": Mutation(
+        "(mass.cumsum(-1) - mass < self.top_p)", "(mass.cumsum(-1) < self.top_p)", "decoding/test_filters.py"
+    ),
+    "a batch draws with the sampler of a request that has left": Mutation(
+        "self._rows[row], self._groups = sampler, None",
+        "self._rows[row] = sampler",
+        "decoding/test_row_samplers.py",
+    ),
+    "a repeated token of the prompt counts as the prompt's alone": Mutation(
+        "prompt = self.known & (table.gather(1, ids) == 0)",
+        "prompt = self.known & ~self.generated",
+        "decoding/test_repetition.py",
+    ),
+    "bad words ignore the first token of a text": Mutation(
+        "masked_fill(there < 0, -1)", "masked_fill(there < 1, -1)", "decoding/test_row_filters.py"
+    ),
+    "end tokens come a token too late": Mutation(
+        "rows.number < self.min_new_tokens", "rows.number <= self.min_new_tokens", "decoding/test_row_filters.py"
+    ),
+    "a stop string across two steps is missed": Mutation(
+        "longest, first = max(map(len, stops)) + 8, known",
+        "longest, first = 0, known",
+        "decoding/test_stop_strings.py",
+    ),
+    "a cache keeps a page that it does not need": Mutation(
+        "kept = -(-length // self.page_size)", "kept = length // self.page_size + 1", "cache"
+    ),
+    "a request knows the whole prompt of an earlier one": Mutation(
+        "pages.find(text if request.left else text[:-1])", "pages.find(text)", "engine/test_engine.py"
+    ),
+    "recurrent states go back further than they can": Mutation(
+        'not hasattr(cache, "earliest") or length >= cache.earliest(0)',
+        'not hasattr(cache, "earliest") or length > 0',
+        "engine/test_branching_states.py",
+    ),
+    "a drafter keeps the rows of its guesses": Mutation(
+        "self.drafted.lengths.copy_(read)", "read", "decoding/test_eagle.py"
+    ),
+    "a masked token that may be revised is reported as final": Mutation(
+        "canvas.final_end = first", "canvas.final_end = last", "decoding/test_streams.py decoding/test_slowfast.py"
+    ),
+    "log-probabilities are those of the filtered model": Mutation(
+        "return logits if found is None else found", "return logits", "decoding/test_request_options.py"
+    ),
+    "samples of one prompt continue from the first prompt of the batch": Mutation(
+        "prompt = sequence // self._count", "prompt = 0", "decoding/test_request_options.py"
+    ),
+}
+
+
+def lines(mutation: Mutation, root: Path = ROOT) -> list[Path]:
+    """The files of the package that have the line, each as often as it is there."""
+    files = sorted((root / "pdkernels").rglob("*.py"))
+    return [file for file in files for _ in range(file.read_text().count(mutation.line))]
+
+
+def copy_checkout() -> None:
+    """A copy of what git knows and of the compiled libraries, made of links: a changed file is written anew."""
+    shutil.rmtree(COPY, ignore_errors=True)
+    listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    for file in [*files, *(ROOT / "pdkernels").glob("*.so")]:
+        if file.is_file():
+            target = COPY / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(file, target)
+
+
+def found(mutation: Mutation) -> str:
+    """The test that fails; empty if none does."""
+    (file,) = lines(mutation, COPY)
+    sound = file.read_text()
+    file.unlink()  # a link to the file of the checkout
+    file.write_text(sound.replace(mutation.line, mutation.fault))
+    try:
+        tests = [f"tests/{name}" for name in mutation.tests.split()]
+        command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(COPY), os.environ.get("PYTHONPATH", "")])}
+        answer = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        file.write_text(sound)
+    if answer.returncode not in (0, 1):
+        raise RuntimeError(answer.stdout[-2000:] + answer.stderr[-2000:])
+    failed = [text for text in answer.stdout.splitlines() if text.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else ""
+
+
+def main(names: list[str]) -> None:
+    copy_checkout()
+    missed = []
+    for name in names or MUTATIONS:
+        start = time.monotonic()
+        test = found(MUTATIONS[name])
+        print(f"{time.monotonic() - start:5.1f} s  {name}: {test or 'NOT FOUND'}", flush=True)
+        missed += [] if test else [name]
+    if missed:
+        sys.exit(f"tests.harness.mutations: {len(missed)} of {len(names or MUTATIONS)} planted faults were not found.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
