@@ -1,4 +1,4 @@
-"""Types of the compiled planner and page allocator (python_bindings/host.cpp, host_planner.cpp)."""
+"""Types of the compiled host module (python_bindings/host.cpp)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,21 @@ from typing import Any
 from typing_extensions import Buffer
 
 def cpu_isa() -> str: ...
+
+QUANTIZED_SCALES: list[tuple[str, int, list[tuple[str, int, int]], bool]]
+"""Of each kind of scales: name, blocks of a group (0: any number), fields (name, bytes, count), whether multiples are of half blocks."""
+QUANTIZED_KINDS: list[tuple[str, int]]
+"""Kinds of scales with the bits of a code, as kernels are compiled."""
+QUANTIZED_FORMATS: list[tuple[str, str, int, int]]
+"""Formats of GGUF that stay packed: name, kind of scales, bits of a code, bytes of a group in a file."""
+
 def pack_gguf(format: str, source: Buffer, order: Sequence[int], outputs: int, width: int, target: Buffer) -> int: ...
+def pack_quantized(
+    layout: int, codes: Buffer, fields: Sequence[Buffer], outputs: int, width: int, target: Buffer
+) -> None: ...
+def unpack_quantized(
+    layout: int, source: Buffer, outputs: int, width: int, codes: Buffer, fields: Sequence[Buffer]
+) -> None: ...
 
 class PageAllocator:
     def __init__(self, num_pages: int) -> None: ...

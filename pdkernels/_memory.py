@@ -6,6 +6,7 @@ a tensor can be copied, pickled, shared and written after a fork, and it gives i
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -90,6 +91,15 @@ def moved(tensor: Tensor, dtype: torch.dtype, device: torch.device | str) -> Ten
     """
     converts = tensor.dtype != dtype and tensor.device.type == "cpu" == torch.device(device).type
     return copied(tensor, dtype) if converts else tensor.to(device, dtype)
+
+
+def buffer(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, for compiled code. The tensor must outlive them.
+
+    >>> buffer(torch.tensor([1, 2], dtype=torch.uint8)).tolist()
+    [1, 2]
+    """
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def report() -> dict[str, str]:

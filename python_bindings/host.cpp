@@ -3,11 +3,11 @@
 #include <pybind11/stl.h>
 
 #include "host/cpu_isa.h"
-#include "host/gguf_blocks.h"
 #include "host/huge_pages.h"
 #include "host/page_allocator.h"
 #include "host_grammar.h"
 #include "host_planner.h"
+#include "host_quantized.h"
 
 namespace py = pybind11;
 
@@ -59,42 +59,7 @@ Example:
         return py::buffer_info(reinterpret_cast<uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
       });
 
-  m.def(
-      "pack_gguf",
-      [](const std::string& format, py::buffer source, const std::vector<int64_t>& order, int64_t outputs,
-         int64_t width, py::buffer target) {
-        const pdkernels::GgufBlocks blocks(format);
-        const py::buffer_info from = source.request(), to = target.request(true);
-        const bool fits = outputs >= 0 && width >= 0 && width % (32 * blocks.layout.group_blocks) == 0 &&
-                          from.size * from.itemsize == blocks.source_bytes(outputs, width) &&
-                          to.size * to.itemsize == blocks.target_bytes(outputs, width) &&
-                          (order.empty() || static_cast<int64_t>(order.size()) == outputs);
-        if (!fits) throw std::invalid_argument("pdkernels: sizes must fit the format.");
-        for (const int64_t row : order) {
-          if (row < 0 || row >= outputs) throw std::invalid_argument("pdkernels: order must hold rows.");
-        }
-        const py::gil_scoped_release release;
-        return blocks.pack(static_cast<const uint8_t*>(from.ptr), order.empty() ? nullptr : order.data(), outputs,
-                           width, static_cast<uint8_t*>(to.ptr));
-      },
-      py::arg("format"), py::arg("source"), py::arg("order"), py::arg("outputs"), py::arg("width"), py::arg("target"),
-      R"(Writes a matrix of a GGUF format to `target` as QuantizedWeight holds it. How many scales are not finite.
-
-Args:
-    format: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K.
-    source: its bytes in the file.
-    order: for each output the row of the source that it is; empty: the same.
-    outputs, width: its shape.
-    target: a writable buffer.
-
-Example:
-    >>> from pdkernels._host import pack_gguf
-    >>> target = bytearray(16 * 34 + 32)
-    >>> pack_gguf("Q8_0", bytes(34), [], 1, 32, target)
-    Traceback (most recent call last):
-    ValueError: pdkernels: sizes must fit the format.
-)");
-
+  pdkernels::bind_quantized(m);
   bind_planner(m);
   bind_grammar(m);
 }

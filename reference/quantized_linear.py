@@ -27,7 +27,7 @@ SCALES = ("half", "half_min", "super", "super16", "float", "half_zero", "float_z
 
 @dataclass(frozen=True)
 class Layout:
-    """How codes and scales lie in memory; csrc/ops/quantized_linear.h has the same in C++.
+    """How codes and scales lie in memory; csrc/common/quantized_layout.h has the same in C++.
 
     `scales`: "half" and "float" (a group's scale), "half_min" (scale and minimum), "half_zero" and "float_zero" (scale and the code
     of zero), "super" (a scale and minus a minimum for 256 columns, each times 8 bits a block), "super16" (a scale for 256 columns,
@@ -90,7 +90,7 @@ class Quantized(NamedTuple):
 
 
 def pack(layout: Layout, matrix: Quantized) -> Tensor:
-    """The bytes of a matrix, ``(nbytes,)`` uint8: tiles of 16 outputs, see csrc/ops/quantized_linear.h."""
+    """The bytes of a matrix, ``(nbytes,)`` uint8: tiles of 16 outputs, see csrc/common/quantized_layout.h."""
     outputs, columns = matrix.codes.shape
     tiles, blocks = -(-outputs // TILE), columns // BLOCK
     data = torch.zeros(tiles, layout.tile_bytes(columns), dtype=torch.uint8)

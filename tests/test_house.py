@@ -209,6 +209,19 @@ def test_only_ops_know_the_reference() -> None:
     ] == []
 
 
+def test_only_definitions_of_ops_compute_with_the_reference() -> None:
+    """A module of ops imports the reference of the op that it defines; what makes or packs an op's arguments imports none."""
+    defines = {
+        module for module, path in MODULES.items() if re.search(r"\b(define|custom_op|backward)\(", path.read_text())
+    }
+    assert [
+        f"{relative(path)} imports {name}"
+        for module, path in MODULES.items()
+        for name in imported(path, module)
+        if room_of(name) == "reference" and module not in defines and module != "pdkernels"
+    ] == []
+
+
 def test_import_arrows_point_one_way() -> None:
     wrong = []
     for module, path in MODULES.items():

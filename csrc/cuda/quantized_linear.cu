@@ -17,6 +17,7 @@ namespace pdkernels::cuda {
 namespace {
 
 using Layout = QuantizedLayout;
+using Scales = QuantizedScales::Kind;
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kRows = RowFragments::kRows;
@@ -36,17 +37,22 @@ struct Products {
 
 // The kind of a matrix, and what a lane reads of a block: codes of outputs g and g + 8, words apart as the plane has
 // them.
-template <Layout::Scales kScales, int kBits>
+template <Scales kScales, int kBits>
 struct Kind {
-  static constexpr bool kFloat = kScales == Layout::kFloat || kScales == Layout::kFloatZero;
-  static constexpr bool kSuper = kScales == Layout::kSuper || kScales == Layout::kSuper16;
-  static constexpr bool kHalves = kScales == Layout::kSuper16;
-  static constexpr bool kMinimum = kScales == Layout::kHalfMin || kScales == Layout::kSuper;
-  static constexpr bool kZeros = kScales == Layout::kHalfZero || kScales == Layout::kFloatZero;
-  static constexpr bool kOneBlock = kScales == Layout::kHalf || kScales == Layout::kHalfMin;  // in a group
-  static constexpr int kWords = kBits == 8 ? 2 : kBits == 6 ? 3 : kBits == 5 ? 2 : 1;         // of an output
-  static constexpr int kZero = kMinimum || kZeros || kBits == 8 ? 0 : 1 << (kBits - 1);       // after `codes`
-  using Scale = std::conditional_t<kFloat, float, __half>;
+  static constexpr Layout kLayout{kScales, kBits, 0};
+  static constexpr QuantizedScales kFields = kLayout.fields();
+  static constexpr int kHeaderBytes = kLayout.header_bytes(), kCodeBytes = kLayout.code_bytes();
+  enum : int {  // not every kind has all fields
+    kMinimumAt = kLayout.minimum_at(),
+    kZeroAt = kLayout.zero_at(),
+    kMultiplesAt = kLayout.multiples_at()
+  };
+  static constexpr int kGroupBlocks = kFields.group_blocks > 0 ? static_cast<int>(kFields.group_blocks) : 1;
+  static constexpr bool kMinimum = kFields.minimum, kZeros = kFields.zero, kHalves = kFields.halves;
+  static constexpr bool kMultiples = kFields.multiples > 0, kOneBlock = kFields.group_blocks == 1;
+  static constexpr int kWords = kBits == 8 ? 2 : kBits == 6 ? 3 : kBits == 5 ? 2 : 1;  // of an output
+  static constexpr int kZero = kBits == 8 ? 0 : kLayout.zero();                        // after `codes`
+  using Scale = std::conditional_t<kFields.scale_bytes == 4, float, __half>;
 };
 
 template <class K, int kBits>
@@ -94,21 +100,20 @@ struct Header {
   uint8_t zero[2];
 
   __device__ void load(const uint8_t* header, int g) {
-    constexpr int kScaleBytes = sizeof(typename K::Scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scale[i] = reinterpret_cast<const typename K::Scale*>(header)[g + 8 * i];
-      if constexpr (K::kMinimum) minimum[i] = reinterpret_cast<const __half*>(header + 2 * Layout::kTile)[g + 8 * i];
-      if constexpr (K::kZeros) zero[i] = header[kScaleBytes * Layout::kTile + g + 8 * i];
+      if constexpr (K::kMinimum) minimum[i] = reinterpret_cast<const __half*>(header + K::kMinimumAt)[g + 8 * i];
+      if constexpr (K::kZeros) zero[i] = header[K::kZeroAt + g + 8 * i];
     }
   }
 };
 
 // A chunk of blocks as it is read ahead.
-template <Layout::Scales kScales, int kBits, int kTiles, int kChunk>
+template <Scales kScales, int kBits, int kTiles, int kChunk>
 struct Chunk {
   using K = Kind<kScales, kBits>;
-  static constexpr int kHeaders = K::kSuper ? 1 : kChunk;  // a chunk lies within a super-block
+  static constexpr int kHeaders = K::kMultiples ? 1 : kChunk;  // a chunk lies within a super-block
 
   Codes<K, kBits> codes[kChunk][kTiles];
   Header<K> header[kHeaders][kTiles];
@@ -125,22 +130,20 @@ struct Chunk {
 
   template <bool kWhole>
   __device__ void load_blocks(const Products& p, const uint8_t* const (&tile)[kTiles], int first, int g, int t) {
-    const Layout layout{kScales, kBits, 0};
     const int left = p.blocks - 1 - first;
-    const int64_t at = p.headers + int64_t{first} * layout.code_bytes() + 4 * g;
-    const int group = K::kOneBlock ? first : K::kSuper ? first / Layout::kMaxSuperBlocks : 0;
+    const int64_t at = p.headers + int64_t{first} * K::kCodeBytes + 4 * g;
+    const int group = K::kOneBlock ? first : K::kMultiples ? first / K::kGroupBlocks : 0;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const uint8_t *blocks = tile[i] + at, *groups = tile[i] + int64_t{group} * layout.header_bytes();
+      const uint8_t *blocks = tile[i] + at, *groups = tile[i] + int64_t{group} * K::kHeaderBytes;
 #pragma unroll
       for (int c = 0; c < kChunk; ++c) {
         const int step = kWhole ? c : min(c, left);
-        codes[c][i].load(blocks + step * layout.code_bytes(), t);
-        const int further = K::kOneBlock ? step : K::kSuper ? 0 : (first + step) / p.group_blocks;
-        if (c < kHeaders) header[c < kHeaders ? c : 0][i].load(groups + int64_t{further} * layout.header_bytes(), g);
-        if constexpr (K::kSuper) {
-          constexpr int kFields = K::kMinimum ? 4 : 2;
-          const uint8_t* own = groups + (kFields + 2 * ((first + step) % Layout::kMaxSuperBlocks)) * Layout::kTile + g;
+        codes[c][i].load(blocks + step * K::kCodeBytes, t);
+        const int further = K::kOneBlock ? step : K::kMultiples ? 0 : (first + step) / p.group_blocks;
+        if (c < kHeaders) header[c < kHeaders ? c : 0][i].load(groups + int64_t{further} * K::kHeaderBytes, g);
+        if constexpr (K::kMultiples) {
+          const uint8_t* own = groups + K::kMultiplesAt + 2 * ((first + step) % K::kGroupBlocks) * Layout::kTile + g;
 #pragma unroll
           for (int j = 0; j < 4; ++j) multiple[c][i][j / 2][j % 2] = own[j / 2 * Layout::kTile + j % 2 * 8];
         }
@@ -174,7 +177,7 @@ struct Sums {
           zero[i][j] = K::kZero;
           if constexpr (K::kZeros) zero[i][j] = header.zero[j] - (kBits == 8 ? 128 : 0);
           if constexpr (K::kMinimum) minimum[c][i][j] = to_float(header.minimum[j]);
-          if constexpr (K::kSuper && K::kMinimum) {
+          if constexpr (K::kMultiples && K::kMinimum) {
             scale[i][j] = __fmul_rn(scale[i][j], __int2float_rn(read.multiple[c][i][0][j]));
             minimum[c][i][j] = -__fmul_rn(minimum[c][i][j], __int2float_rn(read.multiple[c][i][1][j]));
           }
@@ -257,7 +260,7 @@ __device__ void store(const Products& p, float total, int64_t row, int64_t outpu
   static_cast<T*>(p.out)[row * p.out_stride + output] = from_float<T>(total);
 }
 
-template <Layout::Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
+template <Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
 __global__ void __launch_bounds__(kThreads, 2) product_kernel(Products p) {
   using K = Kind<kScales, kBits>;
   __shared__ float handed[kTiles * kGroups * 4][32];  // from warp to warp
@@ -310,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(Products p) {
   }
 }
 
-template <Layout::Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
+template <Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
 void launch_tiling(Products& p, cudaStream_t stream) {
   const int64_t groups = (p.row_count + kRows - 1) / kRows;
   p.row_tiles = static_cast<int>((groups + kGroups - 1) / kGroups);
@@ -320,12 +323,12 @@ void launch_tiling(Products& p, cudaStream_t stream) {
 }
 
 // Sums and what is read ahead fill the registers of two blocks of threads on a multiprocessor, and no more.
-template <Layout::Scales kScales, int kBits>
+template <Scales kScales, int kBits>
 void launch_kind(Products& p, cudaStream_t stream) {
   using K = Kind<kScales, kBits>;
-  constexpr int kLess = K::kSuper ? 2 : 1;
+  constexpr int kLess = K::kMultiples ? 2 : 1;
   if (p.row_count <= kRows) {
-    launch_tiling<kScales, kBits, 2, 1, (K::kWords > 1 || K::kSuper || K::kMinimum ? 2 : 4)>(p, stream);
+    launch_tiling<kScales, kBits, 2, 1, (K::kWords > 1 || K::kMultiples || K::kMinimum ? 2 : 4)>(p, stream);
   } else if (p.row_count <= 2 * kRows) {
     launch_tiling<kScales, kBits, 1, 2, 4 / kLess>(p, stream);
   } else {
@@ -334,24 +337,8 @@ void launch_kind(Products& p, cudaStream_t stream) {
 }
 
 void launch_products(const Layout& layout, Products& p, cudaStream_t stream) {
-  const int bits = layout.bits;
-  switch (layout.scales) {
-    case Layout::kHalf:
-      return bits == 4   ? launch_kind<Layout::kHalf, 4>(p, stream)
-             : bits == 5 ? launch_kind<Layout::kHalf, 5>(p, stream)
-                         : launch_kind<Layout::kHalf, 8>(p, stream);
-    case Layout::kHalfMin:
-      return bits == 4 ? launch_kind<Layout::kHalfMin, 4>(p, stream) : launch_kind<Layout::kHalfMin, 5>(p, stream);
-    case Layout::kSuper:
-      return bits == 4 ? launch_kind<Layout::kSuper, 4>(p, stream) : launch_kind<Layout::kSuper, 5>(p, stream);
-    case Layout::kSuper16: return launch_kind<Layout::kSuper16, 6>(p, stream);
-    case Layout::kFloat:
-      return bits == 4 ? launch_kind<Layout::kFloat, 4>(p, stream) : launch_kind<Layout::kFloat, 8>(p, stream);
-    case Layout::kHalfZero:
-      return bits == 4 ? launch_kind<Layout::kHalfZero, 4>(p, stream) : launch_kind<Layout::kHalfZero, 8>(p, stream);
-    case Layout::kFloatZero:
-      return bits == 4 ? launch_kind<Layout::kFloatZero, 4>(p, stream) : launch_kind<Layout::kFloatZero, 8>(p, stream);
-  }
+  with_quantized_kind(layout.scales, layout.bits,
+                      [&]<Scales kScales, int kBits>() { launch_kind<kScales, kBits>(p, stream); });
 }
 
 }  // namespace

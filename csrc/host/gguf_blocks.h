@@ -3,36 +3,24 @@
 // Source: the block structures of ggml-common.h in github.com/ggml-org/ggml.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
-#include "common/quantized_layout.h"
+#include "host/quantized_packing.h"
 
 namespace pdkernels {
 
 class GgufBlocks {
  public:
-  explicit GgufBlocks(const std::string& format) {
-    using Layout = QuantizedLayout;
-    struct Known {
-      const char* name;
-      Layout layout;
-      int bytes;
-    };
-    constexpr int kSuper = Layout::kMaxSuperBlocks;
-    static constexpr Known kFormats[] = {
-        {"Q8_0", {Layout::kHalf, 8, 1}, 34},        {"Q4_0", {Layout::kHalf, 4, 1}, 18},
-        {"Q4_1", {Layout::kHalfMin, 4, 1}, 20},     {"Q5_0", {Layout::kHalf, 5, 1}, 22},
-        {"Q5_1", {Layout::kHalfMin, 5, 1}, 24},     {"Q4_K", {Layout::kSuper, 4, kSuper}, 144},
-        {"Q5_K", {Layout::kSuper, 5, kSuper}, 176}, {"Q6_K", {Layout::kSuper16, 6, kSuper}, 210},
-    };
-    for (const Known& known : kFormats) {
-      if (format == known.name) layout = known.layout, group_bytes_ = known.bytes;
+  explicit GgufBlocks(const std::string& name) {
+    for (const QuantizedFormat& format : kQuantizedFormats) {
+      if (name != format.name) continue;
+      layout = {format.scales, format.bits, kQuantizedScales[format.scales].group_blocks};
+      group_bytes_ = format.group_bytes;
     }
-    if (group_bytes_ == 0) throw std::invalid_argument("pdkernels: GGUF has no packed format '" + format + "'.");
+    if (group_bytes_ == 0) throw std::invalid_argument("pdkernels: GGUF has no packed format '" + name + "'.");
   }
 
   QuantizedLayout layout{};
@@ -55,23 +43,20 @@ class GgufBlocks {
       uint8_t* codes = tile + layout.headers(width) + 4 * lane;
       for (int64_t group = 0; group < groups; ++group, from += group_bytes_) {
         wrong += write_header(from, tile + group * layout.header_bytes(), lane);
-        for (int block = 0; block < size; ++block, codes += layout.code_bytes()) write_codes(from, block, codes);
+        for (int block = 0; block < size; ++block, codes += layout.code_bytes()) {
+          uint32_t words[kRuns];
+          read_block(from, block, words);
+          write_codes(words, layout.bits, codes);
+        }
       }
     }
     return wrong;
   }
 
  private:
-  static constexpr int kTile = QuantizedLayout::kTile, kRuns = QuantizedLayout::kBlock / 4;
-  static constexpr uint32_t kLow = 0x0f0f0f0fu;
+  static constexpr int kTile = QuantizedLayout::kTile;
 
   int group_bytes_ = 0;
-
-  static uint32_t word(const uint8_t* from) {
-    uint32_t x;
-    std::memcpy(&x, from, sizeof(x));
-    return x;
-  }
 
   static int put_half(const uint8_t* from, uint8_t* to) {
     std::memcpy(to, from, 2);
@@ -79,17 +64,17 @@ class GgufBlocks {
   }
 
   int write_header(const uint8_t* group, uint8_t* header, int lane) const {
-    uint8_t* second = header + 2 * kTile;
-    if (layout.scales == QuantizedLayout::kSuper16) {
-      for (int i = 0; i < 16; ++i) second[i * kTile + lane] = group[192 + i];
+    const QuantizedScales& fields = layout.fields();
+    uint8_t* multiples = header + layout.multiples_at() + lane;
+    if (fields.halves) {
+      for (int i = 0; i < fields.multiples; ++i) multiples[i * kTile] = group[192 + i];
       return put_half(group + 208, header + 2 * lane);
     }
     int wrong = put_half(group, header + 2 * lane);
-    if (layout.has_minimum()) wrong += put_half(group + 2, second + 2 * lane);
-    if (layout.scales != QuantizedLayout::kSuper) return wrong;
+    if (fields.minimum) wrong += put_half(group + 2, header + layout.minimum_at() + 2 * lane);
+    if (fields.multiples == 0) return wrong;
     // Six bits each: those of the last four blocks are completed by the upper bits of the first four.
     const uint8_t* packed = group + 4;
-    uint8_t* multiples = second + 2 * kTile + lane;
     for (int block = 0; block < 8; ++block) {
       const int i = block % 4;
       const int scale = block < 4 ? packed[i] & 63 : (packed[i + 8] & 15) | packed[i] >> 6 << 4;
@@ -101,51 +86,34 @@ class GgufBlocks {
   }
 
   // Four codes a word, in ascending order.
-  void read_codes(const uint8_t* group, int block, uint32_t (&codes)[kRuns]) const {
-    if (layout.scales == QuantizedLayout::kSuper16) {
+  void read_block(const uint8_t* group, int block, uint32_t (&codes)[kRuns]) const {
+    if (layout.fields().halves) {
       const uint8_t *low = group + 64 * (block / 4) + 32 * (block & 1), *high = group + 128 + 32 * (block / 4);
       const int shift = block % 4;
       for (int i = 0; i < kRuns; ++i) {
-        codes[i] = (word(low + 4 * i) >> (shift / 2 * 4) & kLow) | (word(high + 4 * i) >> (2 * shift) & 0x03030303u)
-                                                                       << 4;
+        codes[i] = (word_at(low + 4 * i) >> (shift / 2 * 4) & kLowHalves) |
+                   (word_at(high + 4 * i) >> (2 * shift) & 0x03030303u) << 4;
       }
-    } else if (layout.scales == QuantizedLayout::kSuper) {
+    } else if (layout.fields().multiples > 0) {
       const uint8_t *high = group + 16, *low = high + (layout.bits == 5 ? 32 : 0) + 32 * (block / 2);
       for (int i = 0; i < kRuns; ++i) {
-        codes[i] = word(low + 4 * i) >> (block % 2 * 4) & kLow;
-        if (layout.bits == 5) codes[i] |= (word(high + 4 * i) >> block & 0x01010101u) << 4;
+        codes[i] = word_at(low + 4 * i) >> (block % 2 * 4) & kLowHalves;
+        if (layout.bits == 5) codes[i] |= (word_at(high + 4 * i) >> block & 0x01010101u) << 4;
       }
     } else if (layout.bits == 8) {
-      for (int i = 0; i < kRuns; ++i) codes[i] = word(group + 2 + 4 * i) ^ 0x80808080u;
+      for (int i = 0; i < kRuns; ++i) codes[i] = word_at(group + 2 + 4 * i) ^ 0x80808080u;
     } else {
-      const uint8_t* bits = group + (layout.has_minimum() ? 4 : 2);
+      const uint8_t* bits = group + (layout.fields().minimum ? 4 : 2);
       const uint8_t* low = bits + (layout.bits == 5 ? 4 : 0);
       for (int i = 0; i < kRuns / 2; ++i) {
-        const uint32_t both = word(low + 4 * i);
-        codes[i] = both & kLow, codes[i + kRuns / 2] = both >> 4 & kLow;
+        const uint32_t both = word_at(low + 4 * i);
+        codes[i] = both & kLowHalves, codes[i + kRuns / 2] = both >> 4 & kLowHalves;
       }
       if (layout.bits != 5) return;
-      const uint32_t fifth = word(bits);
+      const uint32_t fifth = word_at(bits);
       // Bit n of four goes to byte n.
       for (int i = 0; i < kRuns; ++i) codes[i] |= ((fifth >> (4 * i) & 15u) * 0x00204081u & 0x01010101u) << 4;
     }
-  }
-
-  void write_codes(const uint8_t* group, int block, uint8_t* to) const {
-    uint32_t codes[kRuns], planes[kRuns] = {};
-    read_codes(group, block, codes);
-    int count = kRuns;
-    if (layout.bits == 8) {
-      std::memcpy(planes, codes, sizeof(planes));
-    } else {
-      const int more = layout.bits - 4, each = more > 0 ? 8 / more : 0;
-      for (int i = 0; i < kRuns / 2; ++i) planes[i] = (codes[i] & kLow) | (codes[i + kRuns / 2] & kLow) << 4;
-      for (int i = 0; more > 0 && i < kRuns; ++i) {
-        planes[kRuns / 2 + i / each] |= (codes[i] >> 4 & kLow) << (more * (i % each));
-      }
-      count = kRuns / 2 + more;
-    }
-    for (int i = 0; i < count; ++i) std::memcpy(to + i * 4 * kTile, planes + i, 4);
   }
 };
 

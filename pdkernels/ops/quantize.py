@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from pdkernels._quantized_formats import BLOCK, GGUF_LAYOUTS, Layout, Quantized
 from pdkernels._validation import check, check_floats, check_type, fail, refuse
-from pdkernels.ops.quantized_weight import QuantizedWeight
-from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized
+from pdkernels.ops._quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,12 +92,12 @@ def _matrix(weight: Tensor, format: str, group: int | None) -> QuantizedWeight:
     outputs, width = values.shape
     if format in ("int8", "int4"):
         return _whole(values, format, (0 if format == "int8" else BLOCK) if group is None else group)
-    if format not in _BLOCKS:
-        fail(OP, "format", f"be one of int8, int4, {', '.join(_BLOCKS)}", repr(format))
+    if format not in _FORMATS:
+        fail(OP, "format", f"be one of int8, int4, {', '.join(_FORMATS)}", repr(format))
     check(group is None, OP, "group", f"be None for {format}", group)
     check(width % BLOCK == 0, OP, "weight", f"have a width that is a multiple of {BLOCK} for {format}", width)
-    layout, quantizer = _BLOCKS[format]
-    codes, fields = quantizer(values.view(outputs, width // BLOCK, BLOCK))
+    layout = _FORMATS[format]
+    codes, fields = _QUANTIZERS[layout.scales](values.view(outputs, width // BLOCK, BLOCK), layout.bits)
     matrix = Quantized(codes.view(outputs, width).to(torch.uint8), fields)
     return QuantizedWeight.pack(format, layout, matrix, width)
 
@@ -130,37 +130,24 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale != 0, 1 / scale, 0.0)
 
 
-def _q8_0(blocks: Tensor) -> Blocks:
-    scale = blocks.abs().amax(2, keepdim=True) / 127
-    # Half away from zero, as C's roundf.
-    scaled = blocks * _inverse(scale)
-    codes = scaled.sign() * (scaled.abs() + 0.5).floor()
-    return codes + 128, {"scale": scale.half()}
+def _symmetric(blocks: Tensor, bits: int) -> Blocks:
+    if bits == 8:
+        scale = blocks.abs().amax(2, keepdim=True) / 127
+        # Half away from zero, as C's roundf.
+        scaled = blocks * _inverse(scale)
+        return scaled.sign() * (scaled.abs() + 0.5).floor() + 128, {"scale": scale.half()}
+    scale = _largest(blocks) / -(2 ** (bits - 1))
+    codes = (blocks * _inverse(scale) + (2 ** (bits - 1) + 0.5)).floor().clamp(max=2**bits - 1)
+    return codes, {"scale": scale.half()}
 
 
-def _symmetric(bits: int) -> Callable[[Tensor], Blocks]:
-    def quantizer(blocks: Tensor) -> Blocks:
-        scale = _largest(blocks) / -(2 ** (bits - 1))
-        codes = (blocks * _inverse(scale) + (2 ** (bits - 1) + 0.5)).floor().clamp(max=2**bits - 1)
-        return codes, {"scale": scale.half()}
-
-    return quantizer
+def _between(blocks: Tensor, bits: int) -> Blocks:
+    low, high = blocks.amin(2, keepdim=True), blocks.amax(2, keepdim=True)
+    scale = (high - low) / (2**bits - 1)
+    codes = ((blocks - low) * _inverse(scale) + 0.5).floor().clamp(max=2**bits - 1)
+    return codes, {"scale": scale.half(), "minimum": low.half()}
 
 
-def _between(bits: int) -> Callable[[Tensor], Blocks]:
-    def quantizer(blocks: Tensor) -> Blocks:
-        low, high = blocks.amin(2, keepdim=True), blocks.amax(2, keepdim=True)
-        scale = (high - low) / (2**bits - 1)
-        codes = ((blocks - low) * _inverse(scale) + 0.5).floor().clamp(max=2**bits - 1)
-        return codes, {"scale": scale.half(), "minimum": low.half()}
-
-    return quantizer
-
-
-_BLOCKS: dict[str, tuple[Layout, Callable[[Tensor], Blocks]]] = {
-    "q8_0": (Layout("half", 8, 1), _q8_0),
-    "q4_0": (Layout("half", 4, 1), _symmetric(4)),
-    "q4_1": (Layout("half_min", 4, 1), _between(4)),
-    "q5_0": (Layout("half", 5, 1), _symmetric(5)),
-    "q5_1": (Layout("half_min", 5, 1), _between(5)),
-}
+# By the kind of a format's scales.
+_QUANTIZERS = {"half": _symmetric, "half_min": _between}
+_FORMATS = {name.lower(): layout for name, layout in GGUF_LAYOUTS.items() if layout.scales in _QUANTIZERS}

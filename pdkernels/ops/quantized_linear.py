@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdkernels._quantized_formats import Layout
 from pdkernels._validation import KERNEL_DTYPES, check_device, check_floats, check_index, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops.library import LIBRARY, Draw, call, define
@@ -115,7 +116,7 @@ def check_parts(
     for i, (data, layout, count) in enumerate(zip(weights, layouts, outputs)):
         check_type(data.dtype == torch.uint8, op, f"weights[{i}]", "have dtype torch.uint8", data.dtype)
         check_device(op, f"weights[{i}]", data, device)
-        size = matrices * reference.Layout.of(layout).nbytes(count, width)
+        size = matrices * Layout.of(layout).nbytes(count, width)
         if data.shape != (size,):
             fail(op, f"weights[{i}]", f"have shape ({size},) for rows of width {width}", tuple(data.shape))
 

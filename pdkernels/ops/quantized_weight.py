@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,15 +11,15 @@ from typing_extensions import Buffer
 
 from pdkernels import _memory
 from pdkernels._host import pack_gguf
-from pdkernels._validation import check, check_type, fail, message
-from pdkernels.reference.gguf_blocks import LAYOUTS
-from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized, dequantize, pack, unpack
+from pdkernels._quantized_formats import BLOCK, GGUF_LAYOUTS, Layout, Quantized, pack, unpack
+from pdkernels._validation import KERNEL_DTYPES, check, check_type, fail, message
+from pdkernels.ops._library import OPS, call
 
 __all__ = ["QuantizedWeight"]
 
 OP = "QuantizedWeight"
 MAX_PARTS = 8
-GGUF_FORMATS = tuple(LAYOUTS)
+GGUF_FORMATS = tuple(GGUF_LAYOUTS)
 """Names of the formats in GGUF that stay packed."""
 GROUP = BLOCK
 """The columns of a group are a multiple of this."""
@@ -82,7 +82,7 @@ class QuantizedWeight(torch.nn.Module):
 
     @classmethod
     def pack(cls, format: str, layout: Layout, matrix: Quantized, width: int) -> QuantizedWeight:
-        """From codes and scales, see `reference.quantized_linear`. Scales must be finite."""
+        """From codes and scales, which must be finite."""
         for name, field in matrix.fields.items():
             if field.is_floating_point() and not field.isfinite().all():
                 fail(OP, f"{name}s", "be finite", f"{int((~field.isfinite()).sum())} others")
@@ -107,14 +107,15 @@ class QuantizedWeight(torch.nn.Module):
             order: the row of the file that each output is; None: the same.
             matrices: as of the class.
         """
-        check(format in LAYOUTS, OP, "format", f"be one of {', '.join(LAYOUTS)}", repr(format))
-        layout, rows = LAYOUTS[format], [] if order is None else order
+        check(format in GGUF_LAYOUTS, OP, "format", f"be one of {', '.join(GGUF_LAYOUTS)}", repr(format))
+        layout, rows = GGUF_LAYOUTS[format], [] if order is None else order
         count = 1 if matrices is None else matrices
         data = _memory.empty((count * layout.nbytes(outputs, width),), torch.uint8)
         blocks = memoryview(source).cast("B")
         step, wrong = len(blocks) // max(count, 1), 0
         for i, own in enumerate(data.view(count, -1) if data.numel() else ()):
-            wrong += pack_gguf(format, blocks[i * step : (i + 1) * step], rows, outputs, width, cast(Any, own.numpy()))
+            matrix = blocks[i * step : (i + 1) * step]
+            wrong += pack_gguf(format, matrix, rows, outputs, width, _memory.buffer(own))
         check(wrong == 0, OP, "scales", "be finite", f"{wrong} others")
         return cls([Part(format.lower(), layout, outputs, data)], width, matrices)
 
@@ -247,8 +248,11 @@ class QuantizedWeight(torch.nn.Module):
             for number in range(self.matrices):
                 whole[number] = self[number].dequantize(dtype)
             return whole.to(self.device)
-        parts = [dequantize(part.layout, part.data.cpu(), part.outputs, self.width) for part in self.parts()]
-        return torch.cat(parts).to(dtype=dtype, device=self.device)
+        ids = torch.arange(len(self), device=self.device)
+        own = dtype if dtype in KERNEL_DTYPES else torch.float32
+        arguments = (ids, self.data, self.layouts, self.outputs, self.width, own)
+        numbers: Tensor = call(OPS["quantized_embedding"].overload, arguments, ids, "auto")
+        return numbers.to(dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}, {self.format}, {self.nbytes} bytes"

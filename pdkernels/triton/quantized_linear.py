@@ -5,7 +5,7 @@ over the blocks of 32 in ascending order, multiplies codes on the tensor cores a
 codes are exact and no multiplication is contracted with an addition (`ROUNDED`), so the result has the bits of the reference, whatever
 the tiles. The third turns rows of the matrix into numbers.
 
-The matrix is read as csrc/ops/quantized_linear.h describes it. A byte of four-bit codes holds columns c and c + 16 of a block, and a
+The matrix is read as csrc/common/quantized_layout.h describes it. A byte of four-bit codes holds columns c and c + 16 of a block, and a
 tensor core takes 32 columns at a time. So a product takes one half of two neighbouring blocks, of which `x` has zeros in place of one:
 all codes are then masked and shifted where they are, and none moves between threads.
 """
@@ -20,23 +20,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdkernels.triton.blocking import ROUNDED
+from pdkernels import _quantized_formats
+from pdkernels._host import QUANTIZED_SCALES
+from pdkernels._quantized_formats import FIELDS
+from pdkernels.triton._blocking import ROUNDED
 
-TILE = tl.constexpr(16)
-BLOCK = tl.constexpr(32)
-HALF = tl.constexpr(16)
-SUPER = tl.constexpr(8)
-"""Blocks of a group that has multiples."""
+TILE = tl.constexpr(_quantized_formats.TILE)
+BLOCK = tl.constexpr(_quantized_formats.BLOCK)
+HALF = tl.constexpr(_quantized_formats.BLOCK // 2)
 RUN = tl.constexpr(64)
 """Bytes of four columns of a tile."""
 
-# The kinds of scales, as the low bits of a layout's number have them.
-HALF_MIN = tl.constexpr(1)
-SUPER_MIN = tl.constexpr(2)
-SUPER16 = tl.constexpr(3)
-FLOAT = tl.constexpr(4)
-HALF_ZERO = tl.constexpr(5)
-FLOAT_ZERO = tl.constexpr(6)
+
+def _kinds(field: str, dtype: torch.dtype | None = None, halves: bool = False) -> tl.constexpr:
+    """The kinds of scales that have a field, a bit for each. A layout's number has a kind in its low bits."""
+    kinds = enumerate(zip(FIELDS.values(), QUANTIZED_SCALES))
+    return tl.constexpr(
+        sum(
+            1 << number
+            for number, (fields, (*_, has_halves)) in kinds
+            if any(own.name == field and dtype in (None, own.dtype) for own in fields) and has_halves >= halves
+        )
+    )
+
+
+FLOAT = _kinds("scale", torch.float32)
+MINIMUM = _kinds("minimum")
+ZERO = _kinds("zero")
+MULTIPLES = _kinds("multiples")
+HALVES = _kinds("multiples", halves=True)
+"""Multiples of half blocks, signed; the others are of a block's scale and minimum."""
 
 
 class Tiling(NamedTuple):
@@ -90,28 +103,28 @@ def _quantize_rows(x, codes, numbers, rows, padded, width, pairs, x_stride, BLOC
 
 
 @triton.jit
-def _header_bytes(SCALES: tl.constexpr):
-    """Of a group."""
-    if SCALES == SUPER_MIN:
-        return TILE * (4 + 2 * SUPER)
-    elif SCALES == SUPER16:
-        return TILE * (2 + 2 * SUPER)
-    elif SCALES == HALF_MIN or SCALES == FLOAT:
-        return TILE * 4
-    elif SCALES == HALF_ZERO:
-        return TILE * 3
-    elif SCALES == FLOAT_ZERO:
-        return TILE * 5
-    else:
-        return TILE * 2
-
-
-@triton.jit
 def _scale_bytes(SCALES: tl.constexpr):
-    if SCALES == FLOAT or SCALES == FLOAT_ZERO:
+    if FLOAT >> SCALES & 1:
         return 4
     else:
         return 2
+
+
+@triton.jit
+def _zero_at(SCALES: tl.constexpr):
+    """Where the header of a group has the codes of zero, after scales and minima."""
+    return TILE * (_scale_bytes(SCALES) + 2 * (MINIMUM >> SCALES & 1))
+
+
+@triton.jit
+def _multiples_at(SCALES: tl.constexpr):
+    return _zero_at(SCALES) + TILE * (ZERO >> SCALES & 1)
+
+
+@triton.jit
+def _header_bytes(SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """Bytes of the header of a group."""
+    return _multiples_at(SCALES) + 2 * TILE * GROUP * (MULTIPLES >> SCALES & 1)
 
 
 @triton.jit
@@ -127,14 +140,14 @@ def _group(block, GROUP: tl.constexpr):
 
 @triton.jit
 def _scale_and_minimum(data, scales, tile_at, lane, block, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """Of a block for each output; a block of super16 has its multiples besides. 0 where there is no minimum."""
-    header = tile_at + _group(block, GROUP) * _header_bytes(SCALES)
+    """Of a block for each output, without the multiples of half blocks. 0 where there is no minimum."""
+    header = tile_at + _group(block, GROUP) * _header_bytes(SCALES, GROUP)
     scale = tl.load(scales + header // _scale_bytes(SCALES) + lane).to(tl.float32)
     minimum = tl.zeros_like(scale)
-    if SCALES == HALF_MIN or SCALES == SUPER_MIN:
+    if MINIMUM >> SCALES & 1:
         minimum = tl.load(scales + header // 2 + TILE + lane).to(tl.float32)
-    if SCALES == SUPER_MIN:
-        multiples = data + header + TILE * 4 + block % SUPER * (2 * TILE) + lane
+    if (MULTIPLES & ~HALVES) >> SCALES & 1:
+        multiples = data + header + _multiples_at(SCALES) + block % GROUP * (2 * TILE) + lane
         scale = scale * tl.load(multiples).to(tl.float32)
         minimum = -(minimum * tl.load(multiples + TILE).to(tl.float32))
     return scale, minimum
@@ -143,20 +156,20 @@ def _scale_and_minimum(data, scales, tile_at, lane, block, SCALES: tl.constexpr,
 @triton.jit
 def _zero(data, tile_at, lane, block, SCALES: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
     """The code of zero of a block for each output."""
-    if SCALES == HALF_ZERO or SCALES == FLOAT_ZERO:
-        header = tile_at + _group(block, GROUP) * _header_bytes(SCALES)
-        return tl.load(data + header + TILE * _scale_bytes(SCALES) + lane).to(tl.int32)
-    elif SCALES == HALF_MIN or SCALES == SUPER_MIN:
+    if ZERO >> SCALES & 1:
+        header = tile_at + _group(block, GROUP) * _header_bytes(SCALES, GROUP)
+        return tl.load(data + header + _zero_at(SCALES) + lane).to(tl.int32)
+    elif MINIMUM >> SCALES & 1:
         return tl.zeros_like(lane)
     else:
         return tl.zeros_like(lane) + (1 << (BITS - 1))
 
 
 @triton.jit
-def _multiples(data, tile_at, lane, block, half):
-    """Of super16: those of one of the half blocks."""
-    at = data + tile_at + _group(block, SUPER) * _header_bytes(SUPER16) + TILE * 2
-    return tl.load(at + block % SUPER * (2 * TILE) + half * TILE + lane).to(tl.int8, bitcast=True).to(tl.int32)
+def _multiples(data, tile_at, lane, block, half, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """The signed multiples of one of the half blocks."""
+    at = data + tile_at + _group(block, GROUP) * _header_bytes(SCALES, GROUP) + _multiples_at(SCALES)
+    return tl.load(at + block % GROUP * (2 * TILE) + half * TILE + lane).to(tl.int8, bitcast=True).to(tl.int32)
 
 
 @triton.jit
@@ -215,11 +228,12 @@ def packed_tile(codes, numbers, data, scales, bias, out, row, rows, padded, outp
                 x_sum = tl.load(numbers + plane + x_at)
                 scale, minimum = _scale_and_minimum(data, scales, tile_at, lane, block, SCALES, GROUP)
                 products = tl.dot(low, x_low, out_dtype=tl.int32)
-                if SCALES == SUPER16:
+                if HALVES >> SCALES & 1:
                     x_first = tl.load(numbers + 2 * plane + x_at)
                     others = tl.dot(high, x_high, out_dtype=tl.int32) - (x_sum - x_first)[None, :] * 32
-                    products = (products - x_first[None, :] * 32) * _multiples(data, tile_at, lane, block, 0)[:, None]
-                    products += others * _multiples(data, tile_at, lane, block, 1)[:, None]
+                    first_half = _multiples(data, tile_at, lane, block, 0, SCALES, GROUP)
+                    products = (products - x_first[None, :] * 32) * first_half[:, None]
+                    products += others * _multiples(data, tile_at, lane, block, 1, SCALES, GROUP)[:, None]
                 else:
                     products = tl.dot(high, x_high, products, out_dtype=tl.int32)
                     zero = _zero(data, tile_at, lane, block, SCALES, GROUP, BITS)
@@ -227,7 +241,7 @@ def packed_tile(codes, numbers, data, scales, bias, out, row, rows, padded, outp
                         zero -= 128
                     products -= zero[:, None] * x_sum[None, :]
                 total += products.to(tl.float32) * x_scale[None, :] * scale[:, None]
-                if SCALES == HALF_MIN or SCALES == SUPER_MIN:
+                if MINIMUM >> SCALES & 1:
                     total += (x_sum.to(tl.float32) * x_scale)[None, :] * minimum[:, None]
     real = output < outputs
     if bias is not None:
@@ -276,11 +290,11 @@ def _embedding(ids, data, scales, out, first, outputs, width, blocks, chunks, ti
     codes -= _zero(data, tile_at, lane, block, SCALES, GROUP, BITS)[:, None]
     scale, minimum = _scale_and_minimum(data, scales, tile_at, lane, block, SCALES, GROUP)
     wide = scale[:, None]
-    if SCALES == SUPER16:
-        multiples = _multiples(data, tile_at, lane[:, None], block[:, None], column // 16)
+    if HALVES >> SCALES & 1:
+        multiples = _multiples(data, tile_at, lane[:, None], block[:, None], column // 16, SCALES, GROUP)
         wide = wide * multiples.to(tl.float32)
     values = wide * codes.to(tl.float32)
-    if SCALES == HALF_MIN or SCALES == SUPER_MIN:
+    if MINIMUM >> SCALES & 1:
         values += minimum[:, None]
     column = block[:, None] * BLOCK + column
     tl.store(out + row * width + column, values.to(out.dtype.element_ty), mask=real[:, None] & (column < width))
@@ -306,7 +320,7 @@ def parts_of(
     for data, layout, count in zip(weights, layouts, outputs):
         if count > 0:
             scales, bits, group = layout & 15, layout >> 4 & 15, layout >> 8
-            kind = torch.float32 if scales in (FLOAT, FLOAT_ZERO) else torch.float16
+            kind = torch.float32 if FLOAT.value >> scales & 1 else torch.float16
             if data.data_ptr() % 16:
                 data = data.clone()
             tile_bytes = data.numel() // (matrices * triton.cdiv(count, TILE.value))

@@ -196,14 +196,15 @@ static void statistics(Element element, double temperature, double top_p) {
 int main() {
   std::printf("level %s\n", name_of(cpu_isa()));
   using L = QuantizedLayout;
+  using S = QuantizedScales;
   const struct {
     const char* name;
     L layout;
   } layouts[] = {
-      {"Q8_0", {L::kHalf, 8, 1}},    {"Q4_0", {L::kHalf, 4, 1}},          {"Q5_0", {L::kHalf, 5, 1}},
-      {"Q4_1", {L::kHalfMin, 4, 1}}, {"Q5_1", {L::kHalfMin, 5, 1}},       {"Q4_K", {L::kSuper, 4, 8}},
-      {"Q5_K", {L::kSuper, 5, 8}},   {"Q6_K", {L::kSuper16, 6, 8}},       {"int8", {L::kFloat, 8, 0}},
-      {"int4", {L::kFloat, 4, 2}},   {"zero_half", {L::kHalfZero, 4, 4}}, {"zero_float", {L::kFloatZero, 8, 4}},
+      {"Q8_0", {S::kHalf, 8, 1}},    {"Q4_0", {S::kHalf, 4, 1}},          {"Q5_0", {S::kHalf, 5, 1}},
+      {"Q4_1", {S::kHalfMin, 4, 1}}, {"Q5_1", {S::kHalfMin, 5, 1}},       {"Q4_K", {S::kSuper, 4, 8}},
+      {"Q5_K", {S::kSuper, 5, 8}},   {"Q6_K", {S::kSuper16, 6, 8}},       {"int8", {S::kFloat, 8, 0}},
+      {"int4", {S::kFloat, 4, 2}},   {"zero_half", {S::kHalfZero, 4, 4}}, {"zero_float", {S::kFloatZero, 8, 4}},
   };
   for (int rows : {1, 3, 8, 21})
     for (const auto& one : layouts) packed(one.name, one.layout, rows);

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pdkernels as pd
-from pdkernels.ops import library as _library
+from pdkernels import _host, _quantized_formats
+from pdkernels.ops import _library
 from pdkernels.reference import gguf_blocks
 from pdkernels.reference import quantized_linear as reference
 from pdkernels.reference.quantized_linear import Layout, Quantized
@@ -54,6 +55,14 @@ def weight(name: str, outputs: int, width: int, seed: int = 0) -> pd.QuantizedWe
     return pd.QuantizedWeight.pack(name, LAYOUTS[name], matrix(LAYOUTS[name], outputs, width, seed), width)
 
 
+def numbers(w: pd.QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The matrix as the reference has it."""
+    parts = zip(w.layouts, w.data, w.outputs)
+    return torch.cat(
+        [reference.dequantize(Layout.of(layout), data, count, w.width) for layout, data, count in parts]
+    ).to(dtype)
+
+
 def rows(count: int, width: int, seed: int = 1) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
@@ -74,6 +83,49 @@ def test_bytes_round_trip(name: str) -> None:
         assert all(torch.equal(back.fields[field], made.fields[field]) for field in made.fields)
 
 
+def test_the_tables_are_those_of_the_reference() -> None:
+    assert tuple(_quantized_formats.FIELDS) == reference.SCALES
+    for name, scales, bits, group_bytes in _host.QUANTIZED_FORMATS:
+        layout = gguf_blocks.LAYOUTS[name]
+        assert layout == Layout(scales, bits, _quantized_formats.GGUF_LAYOUTS[name].group_blocks)
+        kind = gguf.GGMLQuantizationType[name]
+        assert gguf.GGML_QUANT_SIZES[kind] == (32 * layout.group_blocks, group_bytes)
+    assert [*_quantized_formats.GGUF_LAYOUTS] == [*gguf_blocks.LAYOUTS]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("outputs", [0, 1, 16, 37])
+def test_packing_writes_the_bytes_of_the_reference(name: str, outputs: int) -> None:
+    layout = _quantized_formats.Layout.of(LAYOUTS[name].number)
+    assert (layout.number, layout.zero) == (LAYOUTS[name].number, LAYOUTS[name].zero)
+    assert [tuple(field) for field in _quantized_formats.FIELDS[layout.scales]] == LAYOUTS[name].header()
+    for width in (0, *WIDTHS[name]):
+        made = matrix(LAYOUTS[name], outputs, width)
+        packed = _quantized_formats.pack(layout, made)
+        assert torch.equal(packed, reference.pack(LAYOUTS[name], made))
+        assert len(packed) == layout.nbytes(outputs, width) == LAYOUTS[name].nbytes(outputs, width)
+        back = _quantized_formats.unpack(layout, packed, outputs, width)
+        assert torch.equal(back.codes, made.codes) and back.fields.keys() == made.fields.keys()
+        assert all(torch.equal(back.fields[field], made.fields[field]) for field in made.fields)
+        weight = pd.QuantizedWeight.pack(name, layout, made, width)
+        for dtype in (*DTYPES, torch.float64):
+            assert same_bits(weight.dequantize(dtype), numbers(weight, dtype))
+
+
+def test_packing_refuses_what_does_not_fit() -> None:
+    data, number = bytearray(16 * 34 + 32), Layout("half", 8, 1).number
+    with pytest.raises(ValueError, match="sizes must fit"):
+        _host.pack_quantized(number, bytes(31), [bytes(2)], 1, 32, data)
+    with pytest.raises(ValueError, match="sizes must fit"):
+        _host.pack_quantized(number, bytes(32), [bytes(4)], 1, 32, data)
+    with pytest.raises(ValueError, match="fields must be"):
+        _host.pack_quantized(number, bytes(32), [], 1, 32, data)
+    with pytest.raises(ValueError, match="layout and the shape"):
+        _host.pack_quantized(7, bytes(32), [bytes(2)], 1, 32, data)
+    with pytest.raises(ValueError, match="layout and the shape"):
+        _host.unpack_quantized(number, data, -1, 32, bytearray(32), [bytearray(2)])
+
+
 @pytest.mark.parametrize("level_ops", ALL_LEVELS, indirect=True)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_level_has_the_bits_of_the_formula(level_ops: Any, name: str) -> None:
@@ -87,7 +139,7 @@ def test_every_level_has_the_bits_of_the_formula(level_ops: Any, name: str) -> N
         ids = torch.tensor([[0, 36, 5]])
         for dtype in DTYPES:
             found = level_ops.quantized_embedding(ids, w.data, w.layouts, w.outputs, width, dtype)
-            assert same_bits(found, w.dequantize(dtype)[ids])
+            assert same_bits(found, numbers(w, dtype)[ids])
 
 
 @requires_triton
@@ -115,8 +167,8 @@ def test_triton_has_the_bits_of_the_formula(name: str) -> None:
             found = forward(arguments[0].to(device), *moved, arguments[4].to(device))
             assert same_bits(found.cpu(), reference.quantized_linear(*arguments))
             ids = torch.tensor([0, 36, 5], dtype=torch.int32)
-            numbers = rows_of(ids.to(device), *moved, width, dtype)
-            assert same_bits(numbers.cpu(), w.dequantize(dtype)[ids])
+            found = rows_of(ids.to(device), *moved, width, dtype)
+            assert same_bits(found.cpu(), numbers(w, dtype)[ids])
 
 
 @requires_triton
@@ -135,7 +187,7 @@ def test_triton_on_parts_and_strided_rows() -> None:
     turned = x.T.contiguous().T.to(device)
     assert same_bits(forward(turned, *given, bias.to(device)).cpu(), expected)
     ids = torch.tensor([60, 0, 23, 24, 39, 40], device=device)
-    assert torch.equal(rows_of(ids, *given, 256, torch.float32), joined.dequantize()[ids])
+    assert torch.equal(rows_of(ids, *given, 256, torch.float32), numbers(joined.cpu())[ids.cpu()].to(device))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -161,7 +213,8 @@ def test_cuda_has_the_bits_of_the_formula(device_impl: Public | Simulated, name:
 def test_every_kind_of_matrix_is_tried() -> None:
     from tests.harness.specialisations import MATRICES
 
-    assert {(layout.scales, layout.bits) for layout in LAYOUTS.values()} == {kind[:2] for kind in MATRICES}
+    tried = {(layout.scales, layout.bits) for layout in LAYOUTS.values()}
+    assert tried == {kind[:2] for kind in MATRICES} == set(_host.QUANTIZED_KINDS)
 
 
 def test_debug_checks_leave_packed_matrices_alone() -> None:
@@ -244,7 +297,7 @@ def test_close_to_the_product_of_the_numbers(name: str) -> None:
     """The codes of x have 8 bits: what is lost is noise of a few thousandths."""
     width = WIDTHS[name][-1]
     w, x = weight(name, 48, width), rows(9, width)
-    exact = x.double() @ w.dequantize().double().T
+    exact = x.double() @ numbers(w).double().T
     error = pd.quantized_linear(x, w).double() - exact
     assert error.norm() < 0.012 * exact.norm()
 

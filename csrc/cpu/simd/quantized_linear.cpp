@@ -64,20 +64,18 @@ struct Stream {
 };
 
 // Sums of `rows` rows from `row` on with outputs from `lane` of a tile on, a vector in each of some neighbouring tiles.
-template <Layout::Scales kScales, int bits, int vectors, int rows, class Products>
+template <Scales kScales, int bits, int vectors, int rows, class Products>
 PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int lane,
                                int64_t row, Stream stream, Products& products, Vec (&total)[vectors][rows]) {
   constexpr bool signed_codes = Products::template kSigned<bits>;
-  constexpr bool symmetric = kScales == Layout::kHalf || kScales == Layout::kFloat,
-                 super16 = kScales == Layout::kSuper16;
-  constexpr bool zeros = kScales == Layout::kHalfZero;  // and kFloatZero
-  constexpr bool minima = kScales == Layout::kHalfMin || kScales == Layout::kSuper;
-  constexpr bool one_block = kScales == Layout::kHalf || kScales == Layout::kHalfMin;
+  constexpr Layout kind{kScales, bits, 0};
+  constexpr QuantizedScales fields = kind.fields();
+  constexpr bool multiples = fields.multiples > 0,
+                 zeros = fields.zero;  // the type of scales that have zeros is `layout`'s
+  constexpr bool symmetric = kind.zero() > 0, one_block = fields.group_blocks == 1;
   constexpr int tile_size = Layout::kTile, shift = bits - 1;  // 2^shift is the code of zero
   const int64_t blocks = args.quantized.blocks, distance = layout.tile_bytes(args.width);
-  const int64_t size = one_block                              ? 1
-                       : kScales == Layout::kSuper || super16 ? Layout::kMaxSuperBlocks
-                                                              : layout.blocks_of_group(args.width);
+  const int64_t size = fields.group_blocks > 0 ? fields.group_blocks : layout.blocks_of_group(args.width);
   const int header_bytes = layout.header_bytes();
   const uint8_t* header = tile;
   const uint8_t* codes = tile + layout.headers(args.width) + 4 * lane;
@@ -90,14 +88,14 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
     Ints group_zero[vectors]{};
     for (int v = 0; v < vectors; ++v) {
       const uint8_t* own = header + v * distance;
-      if (kScales == Layout::kFloat || (zeros && layout.scales == Layout::kFloatZero)) {
+      if (zeros ? layout.fields().scale_bytes == 4 : fields.scale_bytes == 4) {
         group_scale[v] = load(reinterpret_cast<const float*>(own) + lane, Whole{});
       } else {
         group_scale[v] = halves(own + 2 * lane);
       }
       if constexpr (zeros) group_zero[v] = unsigned_bytes(own + header_bytes - tile_size + lane);
       if constexpr (zeros && signed_codes) group_zero[v] -= 128;
-      if constexpr (minima) group_minimum[v] = halves(own + 2 * tile_size + 2 * lane);
+      if constexpr (fields.minimum) group_minimum[v] = halves(own + kind.minimum_at() + 2 * lane);
     }
     const int64_t last = one_block ? first + 1 : smaller(first + size, blocks);
     for (int64_t b = first; b < last; ++b) {
@@ -108,19 +106,20 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
       for (int v = 0; v < vectors; ++v) {
         block[v] = codes + v * distance;
         scale[v] = group_scale[v], minimum[v] = group_minimum[v];
-        if constexpr (kScales == Layout::kSuper) {
-          const uint8_t* own = header + v * distance + 4 * tile_size + 2 * tile_size * (b - first) + lane;
-          scale[v] = rounded(scale[v] * to_vec(unsigned_bytes(own)));
-          minimum[v] = rounded(minimum[v] * to_vec(unsigned_bytes(own + tile_size)));
-        } else if constexpr (super16) {
-          const uint8_t* own = header + v * distance + 2 * tile_size + 2 * tile_size * (b - first) + lane;
-          factors[v][0] = signed_bytes(own), factors[v][1] = signed_bytes(own + tile_size);
+        if constexpr (multiples) {
+          const uint8_t* own = header + v * distance + kind.multiples_at() + 2 * tile_size * (b - first) + lane;
+          if constexpr (fields.halves) {
+            factors[v][0] = signed_bytes(own), factors[v][1] = signed_bytes(own + tile_size);
+          } else {
+            scale[v] = rounded(scale[v] * to_vec(unsigned_bytes(own)));
+            minimum[v] = rounded(minimum[v] * to_vec(unsigned_bytes(own + tile_size)));
+          }
         }
       }
       codes += tile_size * Layout::kBlock / 8 * bits;
       products.template take<bits>(block);
       Ints sums[vectors][rows]{};
-      if constexpr (super16) {
+      if constexpr (fields.halves) {
         Ints second[vectors][rows];
         for (int r = 0; r < rows; ++r) {
           for (int v = 0; v < vectors; ++v) {
@@ -147,9 +146,9 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; ++v) {
           total[v][r] += rounded(rounded(to_vec(sums[v][r]) * x[r].scale) * scale[v]);
-          if constexpr (minima) {
+          if constexpr (fields.minimum) {
             const Vec added = rounded(x[r].scaled_sum * minimum[v]);
-            total[v][r] = kScales == Layout::kSuper ? total[v][r] - added : total[v][r] + added;
+            total[v][r] = multiples ? total[v][r] - added : total[v][r] + added;
           }
         }
       }
@@ -159,7 +158,7 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
 }
 
 // Sums of `rows` rows from `row` on with the outputs of neighbouring tiles.
-template <Layout::Scales kScales, int bits, int vectors, int rows, class Products>
+template <Scales kScales, int bits, int vectors, int rows, class Products>
 PDK_INLINE void multiply_panel(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int64_t row,
                                Products& products, float* sums) {
   for (int lane = 0; lane < Layout::kTile; lane += kLanes) {
@@ -180,7 +179,7 @@ PDK_INLINE void multiply_panel(const QuantizedLinearArgs& args, const Layout& la
 // Sums of the rows from `row` on with the outputs of neighbouring tiles, (tiles, rows, 16) in `sums`.
 //
 // A group of rows less than all is one of half its size and what that leaves, so that fewer functions are compiled.
-template <Layout::Scales kScales, int bits, int vectors, int rows = kRows>
+template <Scales kScales, int bits, int vectors, int rows = kRows>
 void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int64_t row,
                    float* sums) {
   FromCodes products;
@@ -194,14 +193,14 @@ void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const 
 }
 
 // Sums of all rows. Whole panels of many rows go through the unit that multiplies matrices, if there is one.
-template <Layout::Scales kScales, int bits, int vectors>
+template <Scales kScales, int bits, int vectors>
 void multiply_all(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, float* sums) {
   int64_t row = 0;
 #ifdef PDK_PANELS
   if constexpr (vectors == kVectors) {
     if (args.rows >= FromPanels::kMinRows) {
       FromPanels products(reinterpret_cast<uint8_t*>(sums + kVectors * args.rows * Layout::kTile),
-                          kScales == Layout::kSuper16);
+                          kQuantizedScales[kScales].halves);
       for (; row + kRows <= args.rows; row += kRows) {
         products.begin(row == 0);
         multiply_panel<kScales, bits, vectors, kRows>(args, layout, tile, row, products, sums);
@@ -214,25 +213,11 @@ void multiply_all(const QuantizedLinearArgs& args, const Layout& layout, const u
 
 template <int vectors>
 void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, float* sums) {
-  const auto is = [&](Layout::Scales scales, int bits) { return layout.scales == scales && layout.bits == bits; };
-  const bool zeros = layout.has_zeros();
-#define PDK_FORMAT(given, scales, bits) \
-  if (given) return multiply_all<Layout::scales, bits, vectors>(args, layout, tile, sums);
-#define PDK_ONE(scales, bits) PDK_FORMAT(is(Layout::scales, bits), scales, bits)
-  PDK_ONE(kHalf, 4)
-  PDK_ONE(kHalf, 5)
-  PDK_ONE(kHalf, 8)
-  PDK_ONE(kHalfMin, 4)
-  PDK_ONE(kHalfMin, 5)
-  PDK_ONE(kSuper, 4)
-  PDK_ONE(kSuper, 5)
-  PDK_ONE(kSuper16, 6)
-  PDK_ONE(kFloat, 4)
-  PDK_ONE(kFloat, 8)
-  PDK_FORMAT(zeros && layout.bits == 4, kHalfZero, 4)
-  PDK_FORMAT(zeros && layout.bits == 8, kHalfZero, 8)
-#undef PDK_ONE
-#undef PDK_FORMAT
+  with_quantized_kind(layout.scales, layout.bits, [&]<Scales kScales, int bits>() {
+    // Compiled once for both types of scales.
+    constexpr Scales kSame = kScales == QuantizedScales::kFloatZero ? QuantizedScales::kHalfZero : kScales;
+    multiply_all<kSame, bits, vectors>(args, layout, tile, sums);
+  });
 }
 
 // The outputs [first, first + count) of all rows from their sums.
@@ -399,25 +384,25 @@ void dequantize_row(const Layout& layout, const uint8_t* tile, int lane, int64_t
   const int64_t size = layout.blocks_of_group(width);
   const uint8_t* codes = tile + layout.headers(width);
   constexpr int tile_size = Layout::kTile;
-  const bool floats = layout.scales == Layout::kFloat || layout.scales == Layout::kFloatZero;
+  const QuantizedScales& fields = layout.fields();
+  const bool floats = fields.scale_bytes == 4;
   for (int64_t b = 0; b < layout.blocks(width); ++b, codes += layout.code_bytes()) {
     const uint8_t* header = tile + b / size * layout.header_bytes();
-    const uint8_t* multiples = header + 2 * tile_size * (b % size) + lane;
+    const uint8_t* multiples = header + layout.multiples_at() + 2 * tile_size * (b % size) + lane;
     const float scale = floats ? float_at(header + 4 * lane) : half_at(header + 2 * lane);
-    const int zero = layout.has_zeros() ? header[(floats ? 4 : 2) * tile_size + lane] : layout.zero();
+    const int zero = fields.zero ? header[layout.zero_at() + lane] : layout.zero();
     const int64_t first = b * Layout::kBlock;
     for (int i = 0; i < smaller(Layout::kBlock, width - first); ++i) {
       float own = scale, minimum = 0;
-      if (layout.scales == Layout::kSuper) {
-        own = scale * static_cast<float>(multiples[4 * tile_size]);
-        minimum = -half_at(header + 2 * tile_size + 2 * lane) * static_cast<float>(multiples[5 * tile_size]);
-      } else if (layout.scales == Layout::kSuper16) {
-        own = scale * static_cast<float>(static_cast<int8_t>(multiples[(2 + i / 16) * tile_size]));
-      } else if (layout.scales == Layout::kHalfMin) {
-        minimum = half_at(header + 2 * tile_size + 2 * lane);
+      if (fields.minimum) minimum = half_at(header + layout.minimum_at() + 2 * lane);
+      if (fields.halves) {
+        own = scale * static_cast<float>(static_cast<int8_t>(multiples[i / 16 * tile_size]));
+      } else if (fields.multiples > 0) {
+        own = scale * static_cast<float>(multiples[0]);
+        minimum = -minimum * static_cast<float>(multiples[tile_size]);
       }
       const float value = rounded(splat(own * static_cast<float>(code_at(codes, layout.bits, lane, i) - zero)))[0];
-      out[first + i] = from_float<T>(layout.has_minimum() ? value + minimum : value);
+      out[first + i] = from_float<T>(fields.minimum ? value + minimum : value);
     }
   }
 }

@@ -13,6 +13,7 @@ namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
 using Layout = QuantizedLayout;
+using Scales = QuantizedScales::Kind;
 
 // Rows that are multiplied together, and vectors of outputs: as many sums as there are registers for.
 #if defined(__AVX512VNNI__) || defined(PDK_AMX)
