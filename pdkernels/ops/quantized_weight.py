@@ -13,7 +13,7 @@ from pdkernels import _memory
 from pdkernels._host import pack_gguf
 from pdkernels._quantized_formats import BLOCK, GGUF_LAYOUTS, Layout, Quantized, pack, unpack
 from pdkernels._validation import KERNEL_DTYPES, check, check_type, fail, message
-from pdkernels.ops._library import OPS, call
+from pdkernels.ops.library import OPS, call
 
 __all__ = ["QuantizedWeight"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from pdkernels import _quantized_formats
 from pdkernels._host import QUANTIZED_SCALES
 from pdkernels._quantized_formats import FIELDS
-from pdkernels.triton._blocking import ROUNDED
+from pdkernels.triton.blocking import ROUNDED
 
 TILE = tl.constexpr(_quantized_formats.TILE)
 BLOCK = tl.constexpr(_quantized_formats.BLOCK)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pdkernels as pd
 from pdkernels import _host, _quantized_formats
-from pdkernels.ops import _library
+from pdkernels.ops import library as _library
 from pdkernels.reference import gguf_blocks
 from pdkernels.reference import quantized_linear as reference
 from pdkernels.reference.quantized_linear import Layout, Quantized
