@@ -19,7 +19,7 @@ class Field(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    count: int
+    per_output: int
 
 
 _DTYPES = {("scale", 4): torch.float32, ("scale", 2): torch.float16, ("minimum", 2): torch.float16}

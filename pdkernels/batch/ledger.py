@@ -28,8 +28,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 def failed(doing: str, path: Path, error: OSError) -> NoReturn:
     """The message of an OSError: the action that failed, and the reason."""
-    what = f"{error.strerror or error} ({path})"
-    raise OSError(message(OP, "output", f"be {doing}", what, "What is done is kept; the same call goes on.")) from error
+    reason = f"{error.strerror or error} ({path})"
+    raise OSError(
+        message(OP, "output", f"be {doing}", reason, "What is done is kept; the same call goes on.")
+    ) from error
 
 
 def refuse_links(output: Path) -> None:
@@ -77,7 +79,7 @@ class Ledger:
 
     def _read(self, run: dict[str, Any]) -> int:
         """Reads the existing lines and returns the offset of the next one. A last line that was cut off is dropped."""
-        file, whole = self._file, 0
+        file, end = self._file, 0
         reader = io.BufferedReader(file)
         for number, line in enumerate(reader, 1):
             if number == 1:
@@ -87,20 +89,20 @@ class Ledger:
             elif not line.endswith(b"\n"):
                 break
             else:
-                found = self._parsed(line, number)
-                if found["number"] in self.offsets:
-                    self._damaged(number, f"a second result of prompt {found['number']}")
-                self.offsets[found["number"]] = whole
-                self.failed += found["text"] is None
-            whole += len(line)
+                result = self._parsed(line, number)
+                if result["number"] in self.offsets:
+                    self._damaged(number, f"a second result of prompt {result['number']}")
+                self.offsets[result["number"]] = end
+                self.failed += result["text"] is None
+            end += len(line)
         reader.detach()
         with self._failures("written"):
-            if os.fstat(file.fileno()).st_size != whole:
-                os.ftruncate(file.fileno(), whole)
-            if whole == 0:
+            if os.fstat(file.fileno()).st_size != end:
+                os.ftruncate(file.fileno(), end)
+            if end == 0:
                 _write_all(file, self._header)
-                whole = len(self._header)
-        return whole
+                end = len(self._header)
+        return end
 
     def _check_run(self, line: bytes, run: dict[str, Any]) -> None:
         there: Any = None
@@ -110,29 +112,29 @@ class Ledger:
             self._damaged(1, "which does not say of what run it is", _HEADER_REMEDY)
         other = sorted(name for name in there.keys() | run.keys() if there.get(name) != run.get(name))
         if other or line != self._header:
-            words = f"output cannot be resumed: {self.path} is from a run with different values of {', '.join(other) or 'its first line'}"
-            refuse(True, OP, words, "Give the same arguments, or delete the file.")
+            fault = f"output cannot be resumed: {self.path} is from a run with different values of {', '.join(other) or 'its first line'}"
+            refuse(True, OP, fault, "Give the same arguments, or delete the file.")
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         """The result of a line, if the line is intact."""
         try:
-            found = json.loads(line)
+            result = json.loads(line)
         except (ValueError, RecursionError):
             self._damaged(number, "NUL bytes" if b"\0" in line else "which is not JSON")
-        if not isinstance(found, dict):
+        if not isinstance(result, dict):
             self._damaged(number, "which is no object")
-        sum_there = found.pop("check", None)
-        if not isinstance(found.get("number"), int):
+        sum_there = result.pop("check", None)
+        if not isinstance(result.get("number"), int):
             self._damaged(number, "which has no number")
         # The bytes are compared too: JSON has many spellings of a result, and any other spelling was edited.
-        if sum_there != self._sum(found) or line != json_line({**found, "check": sum_there}):
+        if sum_there != self._sum(result) or line != json_line({**result, "check": sum_there}):
             self._damaged(number, "whose checksum is wrong")
-        if not 0 <= found["number"] < self.count:
-            self._damaged(number, f"a result of prompt {found['number']} among {self.count}")
-        return found
+        if not 0 <= result["number"] < self.count:
+            self._damaged(number, f"a result of prompt {result['number']} among {self.count}")
+        return result
 
-    def _damaged(self, number: int, what: str, remedy: str = _TORN_REMEDY) -> NoReturn:
-        fail(OP, "output", "have an undamaged ledger", f"{self.path}, line {number}, {what}", remedy)
+    def _damaged(self, number: int, fault: str, remedy: str = _TORN_REMEDY) -> NoReturn:
+        fail(OP, "output", "have an undamaged ledger", f"{self.path}, line {number}, {fault}", remedy)
 
     def _sum(self, result: dict[str, Any]) -> str:
         digest = self._salt.copy()
@@ -208,8 +210,8 @@ class Ledger:
             remedy = f"Move it away and repeat the call: {self.path} has all texts."
             check(same, OP, "output", "be a new file", str(self.output), remedy)
         except OSError:  # a file system without hard links
-            taken = os.path.lexists(self.output)
-            check(not taken, OP, "output", "be a new file", str(self.output), "Move it away and repeat the call.")
+            exists = os.path.lexists(self.output)
+            check(not exists, OP, "output", "be a new file", str(self.output), "Move it away and repeat the call.")
             os.rename(unfinished, self.output)
 
     def _joined(self, prompts: Iterable[Prompt]) -> Iterator[dict[str, Any]]:
@@ -218,10 +220,10 @@ class Ledger:
         for prompt in prompts:
             reader.seek(self.offsets[prompt.number])
             line = order[prompt.number]
-            found = self._parsed(reader.readline(), line)
-            if found.pop("number") != prompt.number:
+            result = self._parsed(reader.readline(), line)
+            if result.pop("number") != prompt.number:
                 self._damaged(line, f"which is not the result of prompt {prompt.number}")
-            yield {**prompt.fields, **found}
+            yield {**prompt.fields, **result}
         reader.detach()
 
     @contextlib.contextmanager

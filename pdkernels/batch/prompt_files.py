@@ -50,10 +50,10 @@ def read_prompts(paths: Sequence[str | os.PathLike[str]], column: str) -> Iterat
         for line, fields, bad in _rows(path, column):
             where = f"{path}, line {line}"
             check(isinstance(fields, dict), OP, "prompts", "be objects", where)
-            found = fields.get(column)
+            prompt = fields.get(column)
             remedy = f"Its fields are {', '.join(map(repr, fields)) or 'none'}; pass column=... or --column."
-            fits = isinstance(found, str) or (isinstance(found, list) and all(isinstance(x, dict) for x in found))
-            check(fits, OP, "prompts", f"have a text or messages under {column!r}", where, remedy)
+            valid = isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(x, dict) for x in prompt))
+            check(valid, OP, "prompts", f"have a text or messages under {column!r}", where, remedy)
             for name in ADDED:
                 check(name not in fields, OP, "prompts", f"have no field {name!r}, which results add", where)
             error = message(OP, "prompts", "be UTF-8", f"{where}, with other bytes") if bad else ""
@@ -131,12 +131,12 @@ def _write_lines(file: BinaryIO, rows: Iterator[dict[str, Any]]) -> None:
 def _write_parquet(file: BinaryIO, rows: Iterator[dict[str, Any]]) -> None:
     import pyarrow
 
-    whole = list(rows)
+    records = list(rows)
     names = list(
-        dict.fromkeys(name for row in whole for name in row)
+        dict.fromkeys(name for row in records for name in row)
     )  # pyarrow uses the fields of the first row for all rows
     try:
-        table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in whole])
+        table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in records])
     except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
         remedy = (
             "Rename the .parquet.partial file to .jsonl.partial, and repeat the call with that output: no text is lost."
@@ -150,14 +150,14 @@ class Contents:
 
     def __init__(self, prompts: Iterable[Prompt], output: Path) -> None:
         self._sums = bytearray()
-        whole = hashlib.sha256()
+        digest = hashlib.sha256()
         for prompt in prompts:
             if output.suffix == ".jsonl":
                 _check_json(prompt)
             line = self._line(prompt)
-            whole.update(line)
+            digest.update(line)
             self._sums += hashlib.sha256(line).digest()[:8]
-        self.digest = whole.hexdigest()
+        self.digest = digest.hexdigest()
         self.count = len(self._sums) // 8
 
     def watched(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:

@@ -111,8 +111,8 @@ class Worker:
         try:
             self.model = models.load(model, **loading)
             if method is None:
-                own = [name for name in options if name not in _ARGUMENTS]
-                method, chosen = default_method(self.model, own, name=model, several=True)
+                names = [name for name in options if name not in _ARGUMENTS]
+                method, chosen = default_method(self.model, names, name=model, several=True)
                 self.options = {**chosen, **options}
                 _check_options(method, self.options)
             self.method = find(method)
@@ -122,12 +122,12 @@ class Worker:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Processes a row of Ray Data. Prompts and results are JSON, which can encode any text. Errors are returned to the caller."""
         (content,) = batch["prompts"]
-        error, found = b"", []
+        error, results = b"", []
         try:
-            found = self.generate(json.loads(content))
+            results = self.generate(json.loads(content))
         except _OURS as raised:
             error = pickle.dumps(raised)
-        return {"results": [json.dumps(found)], "worker": [self.name], "error": [error]}
+        return {"results": [json.dumps(results)], "worker": [self.name], "error": [error]}
 
     def generate(self, prompts: list[tuple[int, Any]]) -> list[Result]:
         """Results of ``(index, prompt)``. Sampling is keyed by the index, whatever the batch; a failing prompt does not affect others."""
@@ -136,21 +136,21 @@ class Worker:
         try:
             return self._texts(prompts)
         except Exception as error:
-            words = _about_prompts(error)
-            if words is None or self.on_error == "stop":
+            reason = _about_prompts(error)
+            if reason is None or self.on_error == "stop":
                 raise
             if len(prompts) == 1:
                 if not self.works:
                     self._check_settings()
-                return [(prompts[0][0], None, 0, words)]
+                return [(prompts[0][0], None, 0, reason)]
         # Outside the handler, so that the memory of the batch is free.
         return [result for prompt in prompts for result in self.generate([prompt])]
 
     def _texts(self, prompts: list[tuple[int, Any]]) -> list[Result]:
         params = self.params.replace(seed=[sequence_seed(self.seed, number) for number, _ in prompts])
-        found = generate(self.model, [prompt for _, prompt in prompts], self.method, params=params, **self.options)
+        result = generate(self.model, [prompt for _, prompt in prompts], self.method, params=params, **self.options)
         self.works = True
-        lines = zip(prompts, found.text or [], found.tokens, strict=True)
+        lines = zip(prompts, result.text or [], result.tokens, strict=True)
         return [(number, text, len(tokens), "") for (number, _), text, tokens in lines]
 
     def _check_settings(self) -> None:
@@ -170,12 +170,12 @@ class Worker:
 
 def _about_prompts(error: Exception) -> str | None:
     """The message of an error that a prompt may have caused; None for a bug."""
-    words = str(error)
-    if isinstance(error, (ValueError, TypeError, NotImplementedError)) and words.startswith("pdkernels."):
-        return words
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in words:
+    text = str(error)
+    if isinstance(error, (ValueError, TypeError, NotImplementedError)) and text.startswith("pdkernels."):
+        return text
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
         return sentence(
-            OP, f"a prompt does not fit in memory ({(words or type(error).__name__).splitlines()[0].rstrip('.')})"
+            OP, f"a prompt does not fit in memory ({(text or type(error).__name__).splitlines()[0].rstrip('.')})"
         )
     return None
 
@@ -195,8 +195,8 @@ _ARGUMENTS = ("overflow", "infill")
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:
-    own = {name: value for name, value in options.items() if name not in _ARGUMENTS}
-    check_options(find(method), own, (*(name for name in SETTINGS if name not in REFUSED), *_ARGUMENTS))
+    method_options = {name: value for name, value in options.items() if name not in _ARGUMENTS}
+    check_options(find(method), method_options, (*(name for name in SETTINGS if name not in REFUSED), *_ARGUMENTS))
 
 
 def generate_files(
@@ -321,16 +321,22 @@ def generate_files(
         check(ended or not os.path.lexists(target), OP, "output", "be a new file", str(target), new)
         report = GenerationReport(count, len(ledger.offsets))
         start = time.monotonic()
-        left = (x for x in contents.watched(read_prompts(paths, column)) if x.number not in ledger.offsets)
+        remaining = (x for x in contents.watched(read_prompts(paths, column)) if x.number not in ledger.offsets)
         if report.generated:
-            made = (name, loading, method, seed, params, options, on_error)
+            worker_arguments = (name, loading, method, seed, params, options, on_error)
             needs = {"num_cpus": cpus, "num_gpus": (device.startswith("cuda") if gpus is None else gpus) or None}
-            waiting = _batches(_readable(left, ledger, on_error), batch_size, column)
-            results = _on_ray(waiting, made, workers, needs, start_timeout) if workers else _here(waiting, made)
+            waiting = _batches(_readable(remaining, ledger, on_error), batch_size, column)
+            results = (
+                _on_ray(waiting, worker_arguments, workers, needs, start_timeout)
+                if workers
+                else _here(waiting, worker_arguments)
+            )
             with closing(results):
                 for worker, texts in results:
-                    for number, text, tokens, words in texts:
-                        ledger.add(number, {"text": text, "tokens": tokens, **({"error": words} if words else {})})
+                    for number, text, tokens, error_text in texts:
+                        ledger.add(
+                            number, {"text": text, "tokens": tokens, **({"error": error_text} if error_text else {})}
+                        )
                         report.tokens += tokens
                     ledger.flush()
                     report.workers[worker] = report.workers.get(worker, 0) + len(texts)
@@ -381,8 +387,8 @@ def _batches(prompts: Iterator[Prompt], size: int, column: str) -> Batches:
         yield batch
 
 
-def _here(batches: Batches, made: tuple[Any, ...]) -> Results:
-    worker = Worker(*made)
+def _here(batches: Batches, worker_arguments: tuple[Any, ...]) -> Results:
+    worker = Worker(*worker_arguments)
     for batch in batches:
         yield worker.name, worker.generate(batch)
 
@@ -398,13 +404,15 @@ def _ray() -> Any:
     return ray
 
 
-def _on_ray(batches: Batches, made: tuple[Any, ...], workers: int, needs: dict[str, Any], timeout: float) -> Results:
+def _on_ray(
+    batches: Batches, worker_arguments: tuple[Any, ...], workers: int, needs: dict[str, Any], timeout: float
+) -> Results:
     """Yields the results of a cluster's workers as they come."""
     ray = _ray()
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     context = ray.data.DataContext.get_current()
-    known = context.enable_progress_bars, context.wait_for_min_actors_s
+    previous = context.enable_progress_bars, context.wait_for_min_actors_s
     # Otherwise all batches would go to the first worker that is up, which may be seconds before the others.
     context.enable_progress_bars, context.wait_for_min_actors_s = False, timeout
     level = logging.getLogger("ray.data").level
@@ -417,9 +425,9 @@ def _on_ray(batches: Batches, made: tuple[Any, ...], workers: int, needs: dict[s
         pool = ray.data.ActorPoolStrategy(size=min(workers, len(rows)), max_tasks_in_flight_per_actor=1)
         data = ray.data.from_items(rows, override_num_blocks=min(len(rows), _BLOCKS))
         needs = {**needs, "max_task_retries": _RETRIES}
-        data = data.map_batches(Worker, fn_constructor_args=made, batch_size=1, compute=pool, **needs)
-        with closing(iter(data.iter_rows())) as found:
-            for row in found:
+        data = data.map_batches(Worker, fn_constructor_args=worker_arguments, batch_size=1, compute=pool, **needs)
+        with closing(iter(data.iter_rows())) as result_rows:
+            for row in result_rows:
                 if row["error"]:
                     raise pickle.loads(row["error"])
                 yield row["worker"], json.loads(row["results"])
@@ -428,5 +436,5 @@ def _on_ray(batches: Batches, made: tuple[Any, ...], workers: int, needs: dict[s
         remedy = "Texts that are done are kept; the same call goes on with the others."
         raise RuntimeError(message(OP, "workers", "start and stay alive", first, remedy)) from error
     finally:
-        context.enable_progress_bars, context.wait_for_min_actors_s = known
+        context.enable_progress_bars, context.wait_for_min_actors_s = previous
         logging.getLogger("ray.data").setLevel(level)

@@ -54,9 +54,9 @@ class Chat:
 
     def answer(self, console: Console, question: str) -> str:
         """Streams the model's answer to a question and returns a line with its cost. An interrupted answer is kept."""
-        asked = [*self.messages, {"role": "user", "content": question}]
-        prompt = self.model.tokenizer.encode_chat(asked)
-        stream, written = Stream(console, self.model.tokenizer), list[int]()
+        messages = [*self.messages, {"role": "user", "content": question}]
+        prompt = self.model.tokenizer.encode_chat(messages)
+        stream, token_ids = Stream(console, self.model.tokenizer), list[int]()
         params, started = self._fitting(len(prompt)), time.perf_counter()
 
         interrupts = 0
@@ -69,7 +69,7 @@ class Chat:
                 raise KeyboardInterrupt
 
         def listen(sequence: int, ids: list[int], accepted: int) -> None:
-            written.extend(ids)
+            token_ids.extend(ids)
             stream(sequence, ids, accepted)
             if interrupts:
                 raise KeyboardInterrupt
@@ -80,14 +80,14 @@ class Chat:
                 self.model, prompt, decoding.find(self.method), params=params, on_tokens=listen, **self.options
             ).stats
         except KeyboardInterrupt:
-            figures = f"{len(written)} tokens, stopped after {time.perf_counter() - started:.1f} s"
+            figures = f"{len(token_ids)} tokens, stopped after {time.perf_counter() - started:.1f} s"
         else:
             figures = f"{stats.tokens} tokens, {stats.forwards} forwards, {stats.tokens_per_forward:.2f} tokens/forward"
             figures += f", {stats.tokens_per_second:.1f} tokens/s"
         finally:
             signal.signal(signal.SIGINT, before)
         stream.finish()
-        self.messages = [*asked, {"role": "assistant", "content": self.model.tokenizer.decode(written)}]
+        self.messages = [*messages, {"role": "assistant", "content": self.model.tokenizer.decode(token_ids)}]
         return figures
 
     def _fitting(self, tokens: int) -> SamplingParams:
@@ -95,8 +95,8 @@ class Chat:
         maximum = getattr(self.model.config, "max_positions", None)
         if maximum is None:
             return self.params
-        words = f"leave room for an answer in {maximum} positions"
-        demand(tokens < maximum, "chat", "the chat", words, f"{tokens} tokens", "Start again with /reset.")
+        expectation = f"leave room for an answer in {maximum} positions"
+        demand(tokens < maximum, "chat", "the chat", expectation, f"{tokens} tokens", "Start again with /reset.")
         return self.params.replace(max_new_tokens=min(self.params.max_new_tokens, int(maximum) - tokens))
 
 
@@ -150,24 +150,24 @@ def chat(
         )
         suggestion = {} if chosen.keys() & set(DRAWS) else settings(model) or CARDS.get(model, {})
         if method is None:
-            method, usual = decoding.default_method(language_model, options, name=model)
-            options = {**usual, **options}
+            method, defaults = decoding.default_method(language_model, options, name=model)
+            options = {**defaults, **options}
         elif method == "jacobi":
             options.setdefault("draft", "lookup")
         # A first, hidden answer absorbs the start-up cost, that of measuring included, and refuses unsupported options before the
         # first question. Three tokens have room for a draft.
-        found = decoding.find(method)
+        method_entry = decoding.find(method)
         suggestion = {
-            name: value for name, value in suggestion.items() if name not in chosen and not found.refusal(name, value)
+            name: value
+            for name, value in suggestion.items()
+            if name not in chosen and not method_entry.refusal(name, value)
         }
         params = params.replace("chat", **suggestion)
         first = [{"role": "user", "content": "Hi"}]
-        decoding.generate(language_model, first, found, params=params, max_new_tokens=3, **options)
+        decoding.generate(language_model, first, method_entry, params=params, max_new_tokens=3, **options)
         if suggestion:
-            words = (
-                f"Sampling as the model's authors suggest: {as_flags(suggestion)}. --temperature 0 decodes greedily."
-            )
-            console.print(Text(words, "dim"), soft_wrap=True)
+            note = f"Sampling as the model's authors suggest: {as_flags(suggestion)}. --temperature 0 decodes greedily."
+            console.print(Text(note, "dim"), soft_wrap=True)
         if grammar is not None:
             grammar.for_model(language_model, language_model.end_tokens)
             params = params.replace(grammar=grammar)

@@ -126,22 +126,22 @@ def _measured(
 
 def _competitors(name: str, model: Any) -> dict[str, Competitor]:
     """All available competitors, by their names in the table."""
-    found = {GREEDY: Competitor(_ours(model, GREEDY), GREEDY)}
+    competitors = {GREEDY: Competitor(_ours(model, GREEDY), GREEDY)}
     for label, (method, options) in _DRAFTS.items():
-        found[label] = Competitor(_ours(model, method, **options), GREEDY)
+        competitors[label] = Competitor(_ours(model, method, **options), GREEDY)
     if name == PACKAGED[0] and ADAPTER.is_dir():
         # A different model, compared with its own greedy tokens.
         forced = models.load(name, adapter=ADAPTER)
-        own = "autoregressive, adapted"
-        jumps = Competitor(_ours(forced, "jacobi", draft="model"), own)
-        found |= {own: Competitor(_ours(forced, GREEDY), own), "jacobi, adapted": jumps}
+        greedy_name = "autoregressive, adapted"
+        jumps = Competitor(_ours(forced, "jacobi", draft="model"), greedy_name)
+        competitors |= {greedy_name: Competitor(_ours(forced, GREEDY), greedy_name), "jacobi, adapted": jumps}
     file = packaged(name) if name in PACKAGED else Path(name)
     if file.suffix == ".gguf" and all(importlib.util.find_spec(name) for name in _NEEDED_BY_THEIRS):
         # It makes numbers of packed matrices, and so writes a text of its own.
-        parts = model.modules() if isinstance(model, torch.nn.Module) else ()
-        packed = any(isinstance(part, QuantizedWeight) for part in parts)
-        found["transformers"] = Competitor(_theirs(file, model.end_tokens), "transformers" if packed else GREEDY)
-    return found
+        modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+        packed = any(isinstance(module, QuantizedWeight) for module in modules)
+        competitors["transformers"] = Competitor(_theirs(file, model.end_tokens), "transformers" if packed else GREEDY)
+    return competitors
 
 
 _NEEDED_BY_THEIRS = ("transformers", "accelerate", "gguf")
@@ -193,10 +193,12 @@ def _theirs(file: Path, end_tokens: tuple[int, ...]) -> Callable[[list[int], int
 
 def _weights(model: torch.nn.Module) -> str:
     """What the matrices of a model are, and the memory that its weights take."""
-    packed = [part for part in model.modules() if isinstance(part, QuantizedWeight)]
-    tensors = [*model.parameters(), *(data for part in packed for data in part.data)]
+    packed = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    tensors = [*model.parameters(), *(data for module in packed for data in module.data)]
     size = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) / 1e6
-    kinds = sorted({format for part in packed for format in part.formats}) or [str(tensors[0].dtype)[len("torch.") :]]
+    kinds = sorted({format for module in packed for format in module.formats}) or [
+        str(tensors[0].dtype)[len("torch.") :]
+    ]
     return f"weights in {' and '.join(kinds)}, {size:,.0f} MB"
 
 

@@ -108,20 +108,21 @@ def generate(
         if method:
             methods = _methods(method, options, language_model)
         else:
-            usual, chosen = decoding.default_method(language_model, options, name=model)
-            methods = _methods([usual], options, language_model)
-            methods[usual] = {**chosen, **methods[usual]}
+            default, chosen = decoding.default_method(language_model, options, name=model)
+            methods = _methods([default], options, language_model)
+            methods[default] = {**chosen, **methods[default]}
         if check:
             sampled = params.temperature > 0
             refuse(sampled, "generate", "--check compares with greedy decoding", "Leave out the temperature.")
-            words = f"--check needs a model that decodes token by token; {model} does not"
-            refuse(not decoding.supports("autoregressive", language_model), "generate", words)
+            fault = f"--check needs a model that decodes token by token; {model} does not"
+            refuse(not decoding.supports("autoregressive", language_model), "generate", fault)
         use_threads(threads, [language_model])
-        if words := advice(model, settings.get("temperature")):
-            console.heading(Text(words, "dim"), soft_wrap=True)
-        shown: dict[str, Any] = {"overflow": overflow, "trace": html is not None}
+        if fault := advice(model, settings.get("temperature")):
+            console.heading(Text(fault, "dim"), soft_wrap=True)
+        common: dict[str, Any] = {"overflow": overflow, "trace": html is not None}
         results = {
-            name: _run(console, language_model, prompt, name, params, {**own, **shown}) for name, own in methods.items()
+            name: _run(console, language_model, prompt, name, params, {**options_of_method, **common})
+            for name, options_of_method in methods.items()
         }
         if html is not None:
             with writing("generate", "--html", html):
@@ -155,14 +156,18 @@ def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str,
             if method.supports(model) and (fills_masks or not method.needs_mask_token)
         ]
     accepted = {name: decoding.method_options(name) for name in names}
-    known = list(dict.fromkeys(option for found in accepted.values() for option in found))
+    all_options = list(dict.fromkeys(option for method_options in accepted.values() for option in method_options))
     for option in options:
-        words = f"{FLAGS.get(option, f'--option {option}=')} is not an option of {' or '.join(accepted)}"
-        remedy = "" if option in known else f"{did_you_mean(option, known)}The options: {', '.join(known)}."
-        refuse(option not in known, "generate", words, remedy)
+        fault = f"{FLAGS.get(option, f'--option {option}=')} is not an option of {' or '.join(accepted)}"
+        remedy = (
+            ""
+            if option in all_options
+            else f"{did_you_mean(option, all_options)}The options: {', '.join(all_options)}."
+        )
+        refuse(option not in all_options, "generate", fault, remedy)
     return {
-        name: {option: value for option, value in options.items() if option in found}
-        for name, found in accepted.items()
+        name: {option: value for option, value in options.items() if option in method_options}
+        for name, method_options in accepted.items()
     }
 
 

@@ -12,9 +12,9 @@ def grammar_of(
     command: str, json_schema: str | None, regex: str | None, choice: list[str] | None, ebnf: Path | None
 ) -> Grammar | None:
     """The grammar that one of the options asks for; None without any."""
-    given = {"--json-schema": json_schema, "--regex": regex, "--choice": choice or None, "--ebnf": ebnf}
-    named = [name for name, value in given.items() if value is not None]
-    refuse(len(named) > 1, command, f"{' and '.join(named)} exclude each other", "Give one of them.")
+    values = {"--json-schema": json_schema, "--regex": regex, "--choice": choice or None, "--ebnf": ebnf}
+    chosen = [name for name, value in values.items() if value is not None]
+    refuse(len(chosen) > 1, command, f"{' and '.join(chosen)} exclude each other", "Give one of them.")
     if json_schema is not None:
         inline = json_schema.lstrip().startswith(("{", "true", "false"))
         return Grammar.json_schema(json_schema if inline else _read(command, "--json-schema", Path(json_schema)))

@@ -28,10 +28,10 @@ class _Facts(NamedTuple):
 
 
 def _facts() -> list[_Facts]:
-    found = []
+    rows = []
     for name in models.available():
         model, file = models.load(name), WEIGHTS / f"{name}.safetensors"
-        found.append(_Facts(name, sum(each.numel() for each in model.parameters()), file.stat().st_size, model))
+        rows.append(_Facts(name, sum(each.numel() for each in model.parameters()), file.stat().st_size, model))
     for name in PACKAGED:
         try:
             path: Path = packaged(name)
@@ -41,8 +41,8 @@ def _facts() -> list[_Facts]:
         with torch.device("meta"):  # no weights are read
             config: Any = checkpoint.config
             made = models.Transformer(config, mask_token=checkpoint.mask_token)
-        found.append(_Facts(name, sum(each.numel() for each in made.parameters()), path.stat().st_size, made))
-    return found
+        rows.append(_Facts(name, sum(each.numel() for each in made.parameters()), path.stat().st_size, made))
+    return rows
 
 
 def list_models() -> None:
@@ -54,12 +54,12 @@ def list_models() -> None:
     table.add_column("methods", overflow="fold")
     with errors_reported():
         for name, parameters, size, model in _facts():
-            usual = decoding.default_method(model, name=name)[0]
-            fits = [
+            default = decoding.default_method(model, name=name)[0]
+            methods = [
                 method.name
                 for method in METHODS.values()
                 if method.supports(model) and (model.mask_token is not None or not method.needs_mask_token)
             ]
-            listed = ", ".join([usual, *(method for method in fits if method != usual)])
-            table.add_row(Text(name, "bold"), f"{parameters / 1e6:.1f} M", f"{size / 1e6:.1f}", listed)
+            names = ", ".join([default, *(method for method in methods if method != default)])
+            table.add_row(Text(name, "bold"), f"{parameters / 1e6:.1f} M", f"{size / 1e6:.1f}", names)
     Console(highlight=False).print(table)

@@ -19,20 +19,20 @@ def evaluate_plans(
     loaded: dict[str, Any], problems: int, batch_size: int, seed: int, settings: Sequence[Mapping[str, Any]] | None
 ) -> dict[str, Any]:
     """Scores all models, prints results as they come, and returns them as JSON."""
-    asked, scores = evaluation.held_out_orders(problems, seed), {}
+    orders, scores = evaluation.held_out_orders(problems, seed), {}
     stems = [Path(name).stem for name in loaded]
     for name, model in loaded.items():
-        shown = name if stems.count(Path(name).stem) > 1 else Path(name).stem
+        label_of_model = name if stems.count(Path(name).stem) > 1 else Path(name).stem
         with Progress(*COLUMNS, transient=True, disable=not sys.stdout.isatty()) as progress:
-            bar = progress.add_task(shown, total=1.0)
-            scores[shown] = evaluation.evaluate_planned(
-                shown,
+            bar = progress.add_task(label_of_model, total=1.0)
+            scores[label_of_model] = evaluation.evaluate_planned(
+                label_of_model,
                 model,
-                asked,
+                orders,
                 batch_size=batch_size,
                 settings=settings,
                 progress=lambda what, share, bar=bar: progress.update(bar, description=what, completed=share),  # type: ignore[misc]
             )
-        for label, score in scores[shown].items():
-            typer.echo(f"{shown}, {label}: {score}; ends: {score.reasons}")
+        for label, score in scores[label_of_model].items():
+            typer.echo(f"{label_of_model}, {label}: {score}; ends: {score.reasons}")
     return evaluation.planned_json(scores, batch_size)

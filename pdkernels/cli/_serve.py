@@ -83,11 +83,15 @@ def serve(
             decoding.find(method)
         for listener in listeners(host, port):  # what cannot work is said before a model is loaded
             listener.close()
-        named = [one.partition("=") for one in drafter or []]
-        for label, sign, path in named:
+        labelled = [one.partition("=") for one in drafter or []]
+        for label, sign, path in labelled:
             demand(bool(label and path), "serve", "--drafter", "be NAME=PATH", repr(f"{label}{sign}{path}"[:80]))
         demand(
-            len({one[0] for one in named}) == len(named), "serve", "--drafter", "name each drafter once", "one twice"
+            len({one[0] for one in labelled}) == len(labelled),
+            "serve",
+            "--drafter",
+            "name each drafter once",
+            "one twice",
         )
         for origin in allow_origin or ():
             right = re.fullmatch(r"\*|null|[a-z][a-z\d+.-]*://[^/\s]+", origin) is not None
@@ -96,10 +100,10 @@ def serve(
             right = re.fullmatch(r"\*|[^/\s]+", allowed) is not None
             demand(right, "serve", "--allow-host", "be HOST[:PORT] or *", repr(allowed[:80]))
         language_model: Any = load("serve", model, device, dtype, packed, cache_dtype)
-        made = [load_drafter("serve", model, language_model, path, device, dtype) for _, _, path in named]
-        if made:
-            language_model.drafters = dict(reversed(made))  # the first one of a method is its default
-        drafters = {label: one for (label, _, _), (_, one) in zip(named, made, strict=True)}
+        heads = [load_drafter("serve", model, language_model, path, device, dtype) for _, _, path in labelled]
+        if heads:
+            language_model.drafters = dict(reversed(heads))  # the first one of a method is its default
+        drafters = {label: one for (label, _, _), (_, one) in zip(labelled, heads, strict=True)}
         use_threads(threads, [language_model])
         sampling, options = read_settings("serve", {}, option, {}, OF_REQUESTS)
         if options.get("drafter") in drafters:
@@ -119,18 +123,18 @@ def serve(
         with engine:
             # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first request.
             engine.submit([0], decoding.find(method), max_new_tokens=_canvas(method, engine), **options).result()
-            for kind, one in made:
+            for kind, one in heads:
                 engine.submit([0], decoding.find(kind), max_new_tokens=1, drafter=one).result()
             key = os.environ.get(KEY) or None
             demand(key is None or key.isascii(), "serve", KEY, "be ASCII", "other characters")
             if key is None and not is_loopback(host):
-                words = f"Anyone who reaches {host}:{port} can use the model. Set {KEY} to ask for a key."
-                console.print(Text(words, "bold yellow"), soft_wrap=True)
+                warning = f"Anyone who reaches {host}:{port} can use the model. Set {KEY} to ask for a key."
+                console.print(Text(warning, "bold yellow"), soft_wrap=True)
             called, limits = name or model, Limits(seconds=timeout, shutdown=shutdown_timeout)
             console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
-            given: dict[str, Any] = {"sampling": settings(model), "limits": limits, "api_key": key}
-            given |= {"origins": allow_origin or (), "hosts": allow_host or (), "drafters": drafters}
-            app = create_app(engine, called, method=method, options=options, **given)
+            app_options: dict[str, Any] = {"sampling": settings(model), "limits": limits, "api_key": key}
+            app_options |= {"origins": allow_origin or (), "hosts": allow_host or (), "drafters": drafters}
+            app = create_app(engine, called, method=method, options=options, **app_options)
             run(app, host=host, port=port, limits=limits)
 
 

@@ -67,10 +67,14 @@ def _annotation(setting: Setting, hidden: bool) -> Any:
     bounds = [bound for bound in (setting.minimum, setting.maximum) if type(bound) is int and bound < MAX_POSITIONS]
     text += f" [{' .. '.join(map(str, bounds))}{'' if len(bounds) > 1 else ' or more'}]" if bounds else ""
     text += "; may be given several times." if setting.kind in ("integers", "strings") else "."
-    shown: dict[str, Any] = {"help": text[0].upper() + text[1:], "hidden": hidden, "rich_help_panel": "Sampling"}
+    option_fields: dict[str, Any] = {
+        "help": text[0].upper() + text[1:],
+        "hidden": hidden,
+        "rich_help_panel": "Sampling",
+    }
     if setting.kind in _JSON:
-        return Annotated[str | None, typer.Option(flag(setting), metavar="JSON", parser=_json, **shown)]
-    return Annotated[_TYPES[setting.kind] | None, typer.Option(flag(setting), **shown)]
+        return Annotated[str | None, typer.Option(flag(setting), metavar="JSON", parser=_json, **option_fields)]
+    return Annotated[_TYPES[setting.kind] | None, typer.Option(flag(setting), **option_fields)]
 
 
 def _json(text: str) -> Any:
@@ -97,17 +101,17 @@ def read_settings(
     settings |= {name: options.pop(name) for name in SETTINGS if name in options}
     for name, value in settings.items():
         setting = SETTINGS[name]
-        words = f"--option {name}= needs an object of Python, which cannot be typed"
-        refuse(setting.kind in ("functions", "grammar"), command, words)
-        words = f"{FLAGS.get(name) or f'--option {name}='} cannot be followed here: {refused.get(name)}"
-        refuse(name in refused and setting.changes(value), command, words)
+        fault = f"--option {name}= needs an object of Python, which cannot be typed"
+        refuse(setting.kind in ("functions", "grammar"), command, fault)
+        fault = f"{FLAGS.get(name) or f'--option {name}='} cannot be followed here: {refused.get(name)}"
+        refuse(name in refused and setting.changes(value), command, fault)
         if isinstance(value, dict):  # whose keys are strings in JSON
             settings[name] = {int(key) if key.isdecimal() and len(key) < 20 else key: value[key] for key in value}
     return settings, options
 
 
 def assigned_options(
-    command: str, assignments: Sequence[str], taken: Collection[str] = (), reserved: Collection[str] = ()
+    command: str, assignments: Sequence[str], typed_flags: Collection[str] = (), reserved: Collection[str] = ()
 ) -> dict[str, Any]:
     """Parses options in the form NAME=VALUE; a value is JSON, or a value as in a sweep. `taken`: options that were set by flags;
     `reserved`: arguments that the command sets.
@@ -121,7 +125,7 @@ def assigned_options(
         check(bool(name and sign and value), command, "--option", "be NAME=VALUE", repr(text))
         name = name.replace("-", "_")
         typed = FLAGS.get(name, "")
-        refuse(name in taken, command, f"{name} is given twice, by {typed} and by --option")
+        refuse(name in typed_flags, command, f"{name} is given twice, by {typed} and by --option")
         refuse(name in options, command, f"--option {name}= is given twice")
         remedy = f"Give {typed}." if typed else ""
         refuse(name in reserved, command, f"--option {name}= is not an option of a method", remedy)

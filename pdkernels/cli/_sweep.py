@@ -51,10 +51,10 @@ def run_sweep(
     measured = _kept(path, facts) if resume else {}
     saved = time.monotonic()
 
-    def keep(found: Measured, at_once: bool = False) -> None:
+    def keep(measured_now: Measured, at_once: bool = False) -> None:
         nonlocal saved
         if path is not None and (at_once or time.monotonic() - saved > _SAVED_EVERY):
-            _write(path, {"facts": facts, "measured": found})
+            _write(path, {"facts": facts, "measured": measured_now})
             saved = time.monotonic()
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -70,31 +70,33 @@ def run_sweep(
             )
     except KeyboardInterrupt:
         keep(measured, at_once=True)
-        left = f"{path} holds the results so far; continue with --resume" if path else "without --json nothing is saved"
-        console.print(f"stopped: {left}.", soft_wrap=True)
+        notice = (
+            f"{path} holds the results so far; continue with --resume" if path else "without --json nothing is saved"
+        )
+        console.print(f"stopped: {notice}.", soft_wrap=True)
         raise typer.Exit(130) from None
     comparisons = evaluation.compare(rows)
-    listed = [row.as_json() for row in rows]
-    fronts = evaluation.fronts(listed)
+    records = [row.as_json() for row in rows]
+    fronts = evaluation.fronts(records)
     console.print(_table(rows, comparisons, fronts))
     console.print(
         "Forwards and seconds are per prompt. Speed is relative to the cheapest baseline whose accuracy is at most 3 points lower; - if "
         "there is none. * is on the front of accuracy over forwards, ° over seconds. Intervals are 95 %."
     )
     if path is not None:
-        found = {"rows": listed, "fronts": fronts, "comparisons": [vars(one) for one in comparisons]}
-        _write(path, {"facts": facts, "measured": measured, **found})
+        results = {"rows": records, "fronts": fronts, "comparisons": [vars(one) for one in comparisons]}
+        _write(path, {"facts": facts, "measured": measured, **results})
     if plot is not None:
         with writing("eval", "--plot", plot):
-            evaluation.plot_frontier(listed, plot)
+            evaluation.plot_frontier(records, plot)
 
 
 def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
     refuse(path is None, "eval", "--resume needs --json, which names the file to continue")
     assert path is not None
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        before, measured = kept["facts"], kept["measured"]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        before, measured = record["facts"], record["measured"]
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError):
@@ -107,8 +109,8 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
             "eval",
             f"--resume cannot continue {path}: its {name} is {other}, that of this run is {value}",
         )
-    found: Measured = measured
-    return found
+    measurements: Measured = measured
+    return measurements
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -131,10 +133,10 @@ def _table(
     table.add_column("", overflow="fold")
     for heading in ("right", "forwards", "tokens/\nforward", "seconds", "speed"):
         table.add_column(heading, justify="right", no_wrap=True)
-    several = len({(row.model, row.label) for row in rows if row.baseline}) > len(fronts)
-    if several:
+    is_many = len({(row.model, row.label) for row in rows if row.baseline}) > len(fronts)
+    if is_many:
         table.add_column("against", overflow="fold")
-    against = {(one.model, one.label): one for one in comparisons}
+    against = {(comparison.model, comparison.label): comparison for comparison in comparisons}
     before: tuple[str, str] | None = None
     for row in rows:
         if before is None or before[0] != row.model:
@@ -144,8 +146,12 @@ def _table(
         before = (row.model, row.method)
         low, high = row.interval
         marks = "*" * (row.label in fronts[row.model]["forwards"]) + "°" * (row.label in fronts[row.model]["seconds"])
-        one = against.get((row.model, row.label))
-        speed = "-" if one is None or one.speedup is None else "{:.2f}x ({:.2f}-{:.2f})".format(*one.speedup)
+        comparison = against.get((row.model, row.label))
+        speed = (
+            "-"
+            if comparison is None or comparison.speedup is None
+            else "{:.2f}x ({:.2f}-{:.2f})".format(*comparison.speedup)
+        )
         name = "  " + _settings(row.settings) if row.settings else f" {row.method}"
         table.add_row(
             f"{name} {marks}",
@@ -155,8 +161,12 @@ def _table(
             f"{row.seconds / row.problems:.3f}",
             speed,
             *(
-                ["" if one is None else (one.baseline or "none").partition(", ")[2] or one.baseline or "none"]
-                if several
+                [
+                    ""
+                    if comparison is None
+                    else (comparison.baseline or "none").partition(", ")[2] or comparison.baseline or "none"
+                ]
+                if is_many
                 else []
             ),
         )

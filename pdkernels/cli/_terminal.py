@@ -43,15 +43,15 @@ class Output(Console):
         self.printed = False
         self._headings: list[tuple[Any, dict[str, Any]]] = []
 
-    def heading(self, words: Any, **options: Any) -> None:
-        """Prints `words` before whatever is printed next."""
-        self._headings.append((words, options))
+    def heading(self, content: Any, **options: Any) -> None:
+        """Prints `content` before whatever is printed next."""
+        self._headings.append((content, options))
 
     def print(self, *objects: Any, **options: Any) -> None:
         self.printed = True
         headings, self._headings = self._headings, []
-        for words, style in headings:
-            super().print(words, **style)
+        for content, style in headings:
+            super().print(content, **style)
         super().print(*objects, **options)
 
 
@@ -93,15 +93,15 @@ def is_ours(error: BaseException) -> bool:
 
 def report(error: BaseException) -> None:
     """Prints an error's sentence to stderr."""
-    words = in_flags(str(error), FLAGS)
-    Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), words), soft_wrap=True)
+    text = in_flags(str(error), FLAGS)
+    Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
 FLAGS: dict[str, str] = {}
 """What is typed for each argument in Python: "--max-new-tokens" for "max_new_tokens", "--option pool=" for an option of a method."""
 
 
-def in_flags(words: str, flags: Mapping[str, str]) -> str:
+def in_flags(text: str, flags: Mapping[str, str]) -> str:
     """An error's sentence with the options of the command line in place of Python's arguments.
 
     >>> in_flags("lower max_new_tokens, or pass overflow='warn'", {"max_new_tokens": "--max-new-tokens", "overflow": "--overflow"})
@@ -114,8 +114,8 @@ def in_flags(words: str, flags: Mapping[str, str]) -> str:
     def listed(match: re.Match[str]) -> str:
         return match[1] + ", ".join(flags.get(name, name) for name in match[2].split(", "))
 
-    words = re.sub(r"(^pdkernels[\w.]*: |\bPass )([a-z]\w*)(?= must |, or )", listed, words)
-    words = re.sub(r"(\bIt accepts: |\bThe options: )([\w, ]+)", listed, words)
+    text = re.sub(r"(^pdkernels[\w.]*: |\bPass )([a-z]\w*)(?= must |, or )", listed, text)
+    text = re.sub(r"(\bIt accepts: |\bThe options: )([\w, ]+)", listed, text)
 
     def flag(match: re.Match[str]) -> str:
         option, value = flags.get(match["name"], ""), match["value"]
@@ -123,12 +123,12 @@ def in_flags(words: str, flags: Mapping[str, str]) -> str:
             return match[0] if "_" not in match["name"] or option.endswith("=") else option or match[0]
         return f"{option}{'' if option.endswith('=') else ' '}{value.strip(chr(39))}" if option else match[0]
 
-    return re.sub(r"(?<![\w.'-])(?P<name>[a-z]\w*)(?:=(?P<value>'[^']*'|[\w.+-]*\w))?(?![\w=-])", flag, words)
+    return re.sub(r"(?<![\w.'-])(?P<name>[a-z]\w*)(?:=(?P<value>'[^']*'|[\w.+-]*\w))?(?![\w=-])", flag, text)
 
 
-def show_warning(words: Warning | str, *_: Any, **__: Any) -> None:
+def show_warning(warning: Warning | str, *_: Any, **__: Any) -> None:
     """Prints a warning's sentence to stderr, in place of Python's two lines."""
-    sentence = Text.assemble(("warning: ", "bold yellow"), in_flags(str(words), FLAGS))
+    sentence = Text.assemble(("warning: ", "bold yellow"), in_flags(str(warning), FLAGS))
     Console(stderr=True, highlight=False).print(sentence, soft_wrap=True)
 
 
@@ -158,13 +158,13 @@ def load(
     """The model that the command line names, with its drafter. `packed` and `cache_dtype` are for the model alone."""
     if cache_dtype is not None:
         check(cache_dtype == "int8", command, "--cache-dtype", "be int8", repr(cache_dtype[:40]))
-    asked = _asked(command, device, dtype)
-    own = asked if packed is None else {**asked, "packed": packed}
-    own = own if cache_dtype is None else {**own, "cache_dtype": torch.int8}
-    found: Any = models.load(model, **own)
+    placement = _asked(command, device, dtype)
+    options = placement if packed is None else {**placement, "packed": packed}
+    options = options if cache_dtype is None else {**options, "cache_dtype": torch.int8}
+    language_model: Any = models.load(model, **options)
     if drafter is not None:
-        found.drafters = dict([load_drafter(command, model, found, drafter, device, dtype)])
-    return found
+        language_model.drafters = dict([load_drafter(command, model, language_model, drafter, device, dtype)])
+    return language_model
 
 
 def load_drafter(
@@ -179,16 +179,16 @@ def load_drafter(
 
 
 def _asked(command: str, device: str, dtype: str | None) -> dict[str, Any]:
-    asked = {"dtype": named_dtype(command, dtype), "device": named_device(command, device)}
-    return {name: value for name, value in asked.items() if value not in (None, "cpu")}
+    placement = {"dtype": named_dtype(command, dtype), "device": named_device(command, device)}
+    return {name: value for name, value in placement.items() if value not in (None, "cpu")}
 
 
 def block_size_of(command: str, value: str | None) -> int | str | None:
     """What ``--block-size`` says: a number, or "auto"."""
     if value in (None, "auto"):
         return value
-    whole = value.removeprefix("-").isdecimal() and len(value) < 20
-    check(whole, command, "--block-size", "be a number or auto", repr(value[:40]))
+    is_integer = value.removeprefix("-").isdecimal() and len(value) < 20
+    check(is_integer, command, "--block-size", "be a number or auto", repr(value[:40]))
     return int(value)
 
 
@@ -206,8 +206,8 @@ def writing(command: str, option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{path} ({error.strerror})"
-        raise OSError(message(command, option, "be a file that can be written", what)) from error
+        actual = f"{path} ({error.strerror})"
+        raise OSError(message(command, option, "be a file that can be written", actual)) from error
 
 
 def named_device(command: str, name: str) -> str:

@@ -27,7 +27,7 @@ class Commands(TyperGroup):
     """The commands, with exit code 2 for refused usage."""
 
     def resolve_command(self, ctx: Any, args: Any) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
+        name, command, remaining = super().resolve_command(ctx, args)
         FLAGS.clear()
         RUNNING[:] = [name] if name else []
         for parameter in command.params if command is not None else ():
@@ -36,21 +36,21 @@ class Commands(TyperGroup):
             options = ["overflow", *(option for method in METHODS.values() for option in method.options)]
             FLAGS.update((option, f"--option {option}=") for option in options if option not in FLAGS)
         FLAGS.update((python, FLAGS[ours]) for python, ours in _OTHERS.items() if ours in FLAGS)
-        return name, command, rest
+        return name, command, remaining
 
-    def main(self, args: Any = None, standalone_mode: bool = True, **named: Any) -> Any:  # type: ignore[override]  # by name
+    def main(self, args: Any = None, standalone_mode: bool = True, **keywords: Any) -> Any:  # type: ignore[override]  # by name
         try:
-            code = super().main(args, standalone_mode=False, **named)
+            code = super().main(args, standalone_mode=False, **keywords)
         except _ClickException as error:
             context = getattr(error, "ctx", None)
-            words = error.format_message() if hasattr(error, "format_message") else str(error)
+            text = error.format_message() if hasattr(error, "format_message") else str(error)
             if type(error).__name__ == "NoArgsIsHelpError":
                 error.show()
             else:
                 where = context.command_path if context is not None else " ".join(["pdkernels", *RUNNING])
-                words = " ".join(words.split()).rstrip(".")
-                end = "" if words.endswith("?") else "."
-                report(ValueError(f"pdkernels: {words}{end} `{where} --help` lists what there is."))
+                text = " ".join(text.split()).rstrip(".")
+                end = "" if text.endswith("?") else "."
+                report(ValueError(f"pdkernels: {text}{end} `{where} --help` lists what there is."))
             code = 2
         except OSError as error:
             if error.errno != errno.ENOSPC:
@@ -70,10 +70,10 @@ class Sectioned(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            default_section = "Arguments" if parameter.param_type_name == "argument" else "Options"
             row = parameter.get_help_record(ctx)
             if row is not None:
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(row)
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or default_section, []).append(row)
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)

@@ -44,11 +44,11 @@ def available() -> bool:
 def _check_model(model: Any) -> None:
     """Raises NotImplementedError for a model whose forwards a graph cannot repeat."""
     expectation, remedy = "be one of pdkernels.models.load or from_transformers", "Use pdkernels.decoding.generate."
-    found = f"a {type(model).__name__}"
+    actual = f"a {type(model).__name__}"
     if not isinstance(model, (Transformer, RecurrentDepth)):
-        raise NotImplementedError(message(_OP, "model", f"{expectation}, whose forward needs no host", found, remedy))
+        raise NotImplementedError(message(_OP, "model", f"{expectation}, whose forward needs no host", actual, remedy))
     if hasattr(model, "ranks"):
-        raise NotImplementedError(message(_OP, "model", "be whole on one GPU", f"{found}, split across ranks", remedy))
+        raise NotImplementedError(message(_OP, "model", "be whole on one GPU", f"{actual}, split across ranks", remedy))
     for name, module in model.named_modules():
         # Python code would run only during capture.
         if module._forward_hooks or module._forward_pre_hooks:
@@ -57,8 +57,8 @@ def _check_model(model: Any) -> None:
             )
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if weight.device != model.device:
-            found = f"{name} on {weight.device} and others on {model.device}"
-            raise NotImplementedError(message(_OP, "model", "be whole on one GPU", found, remedy))
+            actual = f"{name} on {weight.device} and others on {model.device}"
+            raise NotImplementedError(message(_OP, "model", "be whole on one GPU", actual, remedy))
 
 
 class DeviceLoop:
@@ -106,7 +106,7 @@ class DeviceLoop:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> None:
-        steps = {name: known.steps for name, known in METHODS.items() if known.steps}
+        steps = {name: entry_of_method.steps for name, entry_of_method in METHODS.items() if entry_of_method.steps}
         if method not in steps:
             raise NotImplementedError(
                 message(
@@ -153,8 +153,8 @@ class DeviceLoop:
                     )
                 )
             entry = self._steps.entry.table
-            words = self._steps.max_entries * entry.numel()
-            check_fits_memory(_OP, "max_new_tokens", max_new_tokens, 8 * words, model.device)
+            log_words = self._steps.max_entries * entry.numel()
+            check_fits_memory(_OP, "max_new_tokens", max_new_tokens, 8 * log_words, model.device)
             self._log, self._count = entry.new_zeros(self._steps.max_entries, *entry.shape), entry.new_zeros(1)
             self._more = torch.zeros_like(self._count, dtype=torch.bool)
             # The same kernel sets the condition of the if node: the next kind is above 0 or not, like the remaining tokens of an entry.

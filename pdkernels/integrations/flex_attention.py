@@ -151,11 +151,11 @@ def flex_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
         check(tensor.dim() == 4, op, name, "have shape (batch, heads, length, head_dim)", tuple(tensor.shape))
-    mine, others = "Fold it into query, key or the mask, or call torch's flex_attention.", "Leave them out."
-    for name, given, remedy in (("score_mod", score_mod, mine), ("kernel_options", kernel_options, others)):
+    fold_remedy, omit_remedy = "Fold it into query, key or the mask, or call torch's flex_attention.", "Leave them out."
+    for name, given, remedy in (("score_mod", score_mod, fold_remedy), ("kernel_options", kernel_options, omit_remedy)):
         if given is not None:
-            what = getattr(given, "__name__", type(given).__name__)
-            raise NotImplementedError(message(op, name, "be None", what, remedy))
+            actual = getattr(given, "__name__", type(given).__name__)
+            raise NotImplementedError(message(op, name, "be None", actual, remedy))
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError(message(op, "return_aux", "not ask for the maximal scores", "max_scores=True"))
     check(not (return_lse and return_aux is not None), op, "return_lse", "be False with return_aux", return_lse)
@@ -198,13 +198,15 @@ def _kept_plan(block_mask: BlockMask) -> TilePlan:
         "be a BlockMask",
         type(block_mask).__name__,
     )
-    parts = (getattr(block_mask, f"{kind}_{part}") for kind in ("kv", "full_kv") for part in ("num_blocks", "indices"))
-    state = [(id(part), 0 if part is None or part.is_inference() else part._version) for part in parts]
+    tensors = (
+        getattr(block_mask, f"{kind}_{tensor}") for kind in ("kv", "full_kv") for tensor in ("num_blocks", "indices")
+    )
+    state = [(id(tensor), 0 if tensor is None or tensor.is_inference() else tensor._version) for tensor in tensors]
     state.append((id(block_mask.mask_mod), 0))
-    kept = _plans.get(block_mask)
-    if kept is None or kept[0] != state:
-        kept = _plans[block_mask] = state, from_block_mask(block_mask)
-    return kept[1]
+    cached = _plans.get(block_mask)
+    if cached is None or cached[0] != state:
+        cached = _plans[block_mask] = state, from_block_mask(block_mask)
+    return cached[1]
 
 
 def _sample(block_mask: BlockMask, batch: int) -> TilePlan:
@@ -229,7 +231,7 @@ def _sample(block_mask: BlockMask, batch: int) -> TilePlan:
 def _tiles(counts: Tensor, indices: Tensor, batch: int, q_tiles: int, kv_tiles: int) -> Tensor:
     """``(q_tiles, kv_tiles)`` bool from counts and padded lists."""
     counts, indices = counts[min(batch, counts.shape[0] - 1), 0], indices[min(batch, indices.shape[0] - 1), 0]
-    listed = torch.arange(indices.shape[-1], device=counts.device) < counts[:, None]
+    in_list = torch.arange(indices.shape[-1], device=counts.device) < counts[:, None]
     tiles = torch.zeros(q_tiles, kv_tiles + 1, dtype=torch.bool, device=counts.device)
-    tiles.scatter_(1, torch.where(listed, indices, kv_tiles).to(torch.int64), listed)
+    tiles.scatter_(1, torch.where(in_list, indices, kv_tiles).to(torch.int64), in_list)
     return tiles[:, :kv_tiles]

@@ -49,30 +49,30 @@ def log_likelihood(
         True
     """
     _check_pairs(prefixes, texts)
-    own = getattr(model.config, "predicts", "next") == "own"
-    check_type(not own, OP, "model", "predict the next token", "one whose rows predict their own")
+    predicts_own = getattr(model.config, "predicts", "next") == "own"
+    check_type(not predicts_own, OP, "model", "predict the next token", "one whose rows predict their own")
     size = integer(OP, "batch_size", batch_size, 1)
-    found: list[Likelihood | None] = [None] * len(texts)
+    likelihoods: list[Likelihood | None] = [None] * len(texts)
     order = sorted(range(len(texts)), key=lambda i: len(prefixes[i]) + len(texts[i]))
     for first in range(0, len(order), size):
-        part = order[first : first + size]
+        chunk = order[first : first + size]
         # The last token is only predicted, never read, so it does not have to fit into the model's positions.
-        rows = [[*prefixes[i], *texts[i][:-1]] for i in part]
-        tokens = torch.zeros(len(part), max(map(len, rows)), dtype=torch.int64)
+        rows = [[*prefixes[i], *texts[i][:-1]] for i in chunk]
+        tokens = torch.zeros(len(chunk), max(map(len, rows)), dtype=torch.int64)
         for line, row in zip(tokens, rows):
             line[: len(row)] = torch.tensor(row)
         # A row for every token of the longest text; rows past a shorter one are not read.
-        longest = max(len(texts[i]) for i in part)
-        starts = torch.tensor([len(prefixes[i]) - 1 for i in part])
+        longest = max(len(texts[i]) for i in chunk)
+        starts = torch.tensor([len(prefixes[i]) - 1 for i in chunk])
         read_rows = (starts[:, None] + torch.arange(longest)).clamp(max=tokens.shape[1] - 1)
         logits = model(tokens.to(model.device), rows=read_rows.to(model.device)).float()
         log_probs, best = logits.log_softmax(-1).cpu(), logits.argmax(-1).cpu()
-        for j, i in enumerate(part):
+        for j, i in enumerate(chunk):
             text = torch.tensor(list(texts[i]), dtype=torch.int64)
             length = len(text)
             log_prob = log_probs[j, torch.arange(length), text].double().sum().item()
-            found[i] = Likelihood(log_prob, bool((best[j, :length] == text).all()))
-    return [likelihood for likelihood in found if likelihood is not None]
+            likelihoods[i] = Likelihood(log_prob, bool((best[j, :length] == text).all()))
+    return [likelihood for likelihood in likelihoods if likelihood is not None]
 
 
 @torch.no_grad()
@@ -124,12 +124,12 @@ def masked_log_likelihood(
         "a block-causal one",
     )
     samples, size = integer(OP, "samples", samples, 1), integer(OP, "batch_size", batch_size, 1)
-    found = []
+    likelihoods = []
     for prefix, text in zip(prefixes, texts):
         hidden = _masks(len(text), samples, seed)
         total = sum(_weighted(model, prefix, text, hidden[i : i + size]) for i in range(0, len(hidden), size))
-        found.append(Likelihood(total, False))
-    return found
+        likelihoods.append(Likelihood(total, False))
+    return likelihoods
 
 
 def _masks(length: int, samples: int, seed: int) -> Tensor:

@@ -53,8 +53,8 @@ class Choice:
             yield self._before
         async for piece in self.handle:
             if piece.provisional is not None:
-                held = (calls.held if calls else "") + cut.held
-                yield [*([held] if held else []), *self._written(piece.provisional)]
+                pending = (calls.held if calls else "") + cut.held
+                yield [*([pending] if pending else []), *self._written(piece.provisional)]
             else:
                 for text, mark in self._sections(piece.ids, piece.text or ""):
                     for new in self._read(cut.feed(text)):
@@ -75,25 +75,25 @@ class Choice:
 
     def _sections(self, ids: Sequence[int], text: str) -> list[tuple[str, str]]:
         """The parts of a piece's text, each with the tag behind it that the text leaves out."""
-        parts, start = list[tuple[str, str]](), 0
+        sections, start = list[tuple[str, str]](), 0
         for token in ids if self._marks else ():
             if token in self._marks:
                 end = max(start, len(self.tokenizer.decode(self._ids)) - self._size)
-                parts.append((text[start:end], self._marks[token]))
+                sections.append((text[start:end], self._marks[token]))
                 start = end
             self._ids.append(token)
         self._size += len(text)
-        return [*parts, (text[start:], "")]
+        return [*sections, (text[start:], "")]
 
     def _written(self, tokens: list[int | None]) -> Standing:
-        found: Standing = []
-        for written, run in groupby(tokens, key=lambda token: token is not None):
-            several = list(run)
-            if not written:
-                found += [None] * len(several)
-            elif text := self._decoded([token for token in several if token is not None]):
-                found.append(text)
-        return found
+        standing: Standing = []
+        for is_written, run in groupby(tokens, key=lambda token: token is not None):
+            group = list(run)
+            if not is_written:
+                standing += [None] * len(group)
+            elif text := self._decoded([token for token in group if token is not None]):
+                standing.append(text)
+        return standing
 
     def _decoded(self, ids: list[int]) -> str:
         """The text of `ids` inside a text, where some tokenizers have a space that they leave out at its beginning."""
@@ -161,26 +161,26 @@ class Answer:
         async def read(index: int, choice: Choice) -> None:
             error: BaseException | None = None
             try:
-                async for one in choice.news():
-                    news.put_nowait((index, one, None))
+                async for item in choice.news():
+                    news.put_nowait((index, item, None))
             except Exception as failed:
                 error = failed
             news.put_nowait((index, None, error))
 
-        def event(entries: list[dict[str, Any]], **more: Any) -> str:
-            return f"data: {json.dumps({**self._head, 'object': kind, 'choices': entries, **more})}\n\n"
+        def event(entries: list[dict[str, Any]], **fields: Any) -> str:
+            return f"data: {json.dumps({**self._head, 'object': kind, 'choices': entries, **fields})}\n\n"
 
         def entry(index: int, new: str | CallDelta | Standing | None) -> dict[str, Any]:
-            shown: dict[str, Any] = {"provisional": new} if isinstance(new, list) else {}
+            content_fields: dict[str, Any] = {"provisional": new} if isinstance(new, list) else {}
             if isinstance(new, str):
-                shown = {"content" if self.chat else "text": new}
+                content_fields = {"content" if self.chat else "text": new}
             elif isinstance(new, CallDelta):
-                shown = {"tool_calls": [new.written()]}
-            content = {"delta": shown} if self.chat else {"text": "", **shown}
+                content_fields = {"tool_calls": [new.written()]}
+            content = {"delta": content_fields} if self.chat else {"text": "", **content_fields}
             choice = self.choices[index]
             # Log-probabilities are known at the end.
-            likely, reason = (self._likely(choice), choice.reason) if new is None else (None, None)
-            return {"index": index, **content, "logprobs": likely, "finish_reason": reason}
+            logprobs, reason = (self._likely(choice), choice.reason) if new is None else (None, None)
+            return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
         readers = [asyncio.create_task(read(*pair)) for pair in enumerate(self.choices)]
         none = {"usage": None} if with_usage else {}
@@ -189,8 +189,8 @@ class Answer:
                 for index in range(len(self.choices)):
                     first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                     yield event([first], **none)
-            left = len(readers)
-            while left:
+            unfinished = len(readers)
+            while unfinished:
                 index, new, error = await news.get()
                 if error is not None:
                     text, status = of_failure(error)
@@ -198,7 +198,7 @@ class Answer:
                         log_failure("POST", "a stream", error)
                     yield f"data: {json.dumps(error_body(text, status))}\n\n"
                     return
-                left -= new is None
+                unfinished -= new is None
                 yield event([entry(index, new)], **none)
             if with_usage:
                 yield event([], usage=self.usage())
@@ -260,11 +260,11 @@ class Frontend:
 
     def prepare(self, grammar: Grammar) -> int:
         """Makes a grammar's automaton over the tokens, as requests will ask for it; returns the bytes of its automata, about."""
-        ends, held = tuple(self.engine.model.end_tokens), 1024 * grammar.automaton.states
+        ends, nbytes = tuple(self.engine.model.end_tokens), 1024 * grammar.automaton.states
         if ends:
-            made = grammar.for_model(self.engine.model, ends)
-            held += 8 * made.states * made.classes
-        return held
+            automaton = grammar.for_model(self.engine.model, ends)
+            nbytes += 8 * automaton.states * automaton.classes
+        return nbytes
 
     def chat(self, body: ChatRequest) -> Draft:
         """Reads a chat."""
@@ -299,14 +299,14 @@ class Frontend:
         if body.best_of not in (None, body.n or 1):
             raise Refused("best_of must be n: all choices are returned", 400, "best_of")
         prompts: list[Any]
-        given = body.prompt
-        single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
-        prompts = [given] if single else list(given)
+        prompt = body.prompt
+        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        prompts = [prompt] if single else list(prompt)
         if not all(prompts) or not prompts:
             raise Refused("prompt must not be empty", 400, "prompt")
         if body.echo and body.logprobs is not None:
-            words = "logprobs with echo would be those of the prompt too, which are not computed"
-            raise Refused(words, 400, "logprobs")
+            fault = "logprobs with echo would be those of the prompt too, which are not computed"
+            raise Refused(fault, 400, "logprobs")
         return Draft("text", prompts, body.max_tokens, asked_grammar(body), echo=body.echo)
 
     def _check_model(self, body: Settings) -> None:
@@ -318,10 +318,10 @@ class Frontend:
         kind, prompts, most, _, calling, echo = draft
         method = find(body.method or self.method)
         params, options = self.settings.of_request(body, method)
-        several, seed, stops = params.n, cast(int, params.seed), params.stop_strings
-        if several * len(prompts) > self._max_choices:
-            words = f"at most {self._max_choices} choices can be asked for at once, got {several * len(prompts)}"
-            raise Refused(words, 400, "n")
+        count, seed, stops = params.n, cast(int, params.seed), params.stop_strings
+        if count * len(prompts) > self._max_choices:
+            fault = f"at most {self._max_choices} choices can be asked for at once, got {count * len(prompts)}"
+            raise Refused(fault, 400, "n")
         if body.provisional and not body.stream:
             raise Refused("provisional text comes in a stream", 400, "provisional")
         params = params.replace(n=1, grammar=grammar)
@@ -335,15 +335,15 @@ class Frontend:
                     text, ids = prompt, tokenizer.encode(prompt)
                 elif echo:
                     text = tokenizer.decode(prompt)
-                asked = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
-                limit = self.limit(kind, len(ids), most, asked)
-                for number in range(several):
+                limit_field = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
+                limit = self.limit(kind, len(ids), most, limit_field)
+                for number in range(count):
                     handle = self.engine.submit(
                         ids,
                         method,
                         params=params,
                         max_new_tokens=limit,
-                        seed=sequence_seed(seed, number) if several > 1 else seed,
+                        seed=sequence_seed(seed, number) if count > 1 else seed,
                         timeout=body.timeout,
                         provisional=body.provisional,
                         **options,
@@ -358,26 +358,26 @@ class Frontend:
 
     def unknown(self, model: str) -> Refused:
         """Says which model is served here."""
-        words = f"the model {shown(model)} is not served here; {self.name!r} is"
-        return Refused(words, 404, "model", "model_not_found")
+        fault = f"the model {shown(model)} is not served here; {self.name!r} is"
+        return Refused(fault, 404, "model", "model_not_found")
 
     def limit(self, kind: str, prompt: int, most: int | None, asked: str = "max_tokens") -> int:
         """New tokens of an answer to so many: `most`, for which the request has the field `asked`, or what there is room for."""
         engine, code, field = self.engine, "context_length_exceeded", "messages" if kind == "chat" else "prompt"
         if prompt > engine.max_prompt_tokens:
-            words = f"the prompt has {prompt} tokens; at most {engine.max_prompt_tokens} are taken here"
-            raise Refused(words, 400, field, code)
+            fault = f"the prompt has {prompt} tokens; at most {engine.max_prompt_tokens} are taken here"
+            raise Refused(fault, 400, field, code)
         positions = getattr(engine.model.config, "max_positions", None)
         room = engine.max_new_tokens if positions is None else min(engine.max_new_tokens, positions - prompt)
         if most is not None and most > engine.max_new_tokens:
             raise Refused(f"{asked} must be at most {engine.max_new_tokens} here, got {shown(most)}", 400, asked)
         if room < (most or 1):
-            words = f"the model takes {positions} tokens; the prompt has {prompt}, and {most or 1} more are asked for"
-            raise Refused(words, 400, field, code)
+            fault = f"the model takes {positions} tokens; the prompt has {prompt}, and {most or 1} more are asked for"
+            raise Refused(fault, 400, field, code)
         return most or room
 
 
 def _template_words(text: str) -> str:
     """What a template says of the messages, without Jinja's name for it."""
-    found = re.search(r"must render the messages, got \w+ \((.*)\)\.?$", text)
-    return f"the chat template does not take these messages: {found[1]}" if found else in_http_words(text)
+    match = re.search(r"must render the messages, got \w+ \((.*)\)\.?$", text)
+    return f"the chat template does not take these messages: {match[1]}" if match else in_http_words(text)

@@ -151,12 +151,12 @@ def create_app(
         text, parameter = invalid(error.errors())
         return JSONResponse(error_body(text, 400, parameter), 400)
 
-    async def compiled(request: Request, body: ChatRequest | CompletionRequest, asked: Asked | None) -> Grammar | None:
+    async def compiled(request: Request, body: ChatRequest | CompletionRequest, form: Asked | None) -> Grammar | None:
         """The grammar of a request, whose time this takes."""
         begun = time.monotonic()
-        if asked is None:
+        if form is None:
             return None
-        making = asyncio.ensure_future(grammars.get(asked, asked.grammar, body.timeout))
+        making = asyncio.ensure_future(grammars.get(form, form.grammar, body.timeout))
         try:
             while not making.done():
                 await asyncio.wait([making], timeout=_POLL)

@@ -79,13 +79,13 @@ def joined(deltas: Collection[CallDelta]) -> list[dict[str, Any]]:
     >>> joined([CallDelta(0, "a", "look", "{"), CallDelta(0, None, None, "}")])
     [{'id': 'a', 'type': 'function', 'function': {'name': 'look', 'arguments': '{}'}}]
     """
-    found: dict[int, dict[str, Any]] = {}
+    calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
-        if delta.number not in found:
-            found[delta.number] = {name: value for name, value in delta.written().items() if name != "index"}
+        if delta.number not in calls:
+            calls[delta.number] = {name: value for name, value in delta.written().items() if name != "index"}
         else:
-            found[delta.number]["function"]["arguments"] += delta.arguments
-    return list(found.values())
+            calls[delta.number]["function"]["arguments"] += delta.arguments
+    return list(calls.values())
 
 
 class _Scan:
@@ -96,16 +96,16 @@ class _Scan:
 
     def until(self, depth: int, text: str) -> int:
         """How many of these further characters lead back to `depth`; -1: more."""
-        for at, one in enumerate(text):
+        for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
-                self._escaped, self._quoted = one == "\\", one != '"'
-            elif one == '"':
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
                 self._quoted = True
-            elif one in "{[":
+            elif character in "{[":
                 self._depth += 1
-            elif one in "}]":
+            elif character in "}]":
                 self._depth -= 1
                 if self._depth == depth:
                     return at + 1
@@ -179,33 +179,33 @@ class CallParser:
     def feed(self, text: str) -> News:
         """What is new and certain."""
         self._buffer += text
-        found: News = []
-        while not self.over and self._state(found):
+        news: News = []
+        while not self.over and self._state(news):
             pass
-        return found
+        return news
 
     def mark(self, tag: str) -> News:
         """What is new and certain after the tag of a thought that is a special token, which texts leave out."""
-        found: News = []
+        news: News = []
         begins = tag in self._thoughts and self._state not in (self._thought, self._arguments, self._rest)
         if begins or (self._state == self._thought and tag == self._thought_end):
-            self._pass(self._raw + self._buffer, found)  # what has begun there is no call
+            self._pass(self._raw + self._buffer, news)  # what has begun there is no call
             self._raw, self._buffer, self._written = "", "", self._written and begins
             self._thought_end, self._state = self._thoughts.get(tag, ""), self._thought if begins else self._text
-        return found
+        return news
 
     def flush(self) -> News:
         """What was held back, once no more comes."""
-        rest, self._buffer = self._buffer, ""
+        tail, self._buffer = self._buffer, ""
         if self.over or self._state not in (self._text, self._thought, self._begin, self._name):
             return []
         if self._state in (self._begin, self._name):
-            rest = self._raw + rest
-        return [rest] if rest and (rest.strip() or self._written or not self.count) else []
+            tail = self._raw + tail
+        return [tail] if tail and (tail.strip() or self._written or not self.count) else []
 
     # The states. Each takes from the buffer what it knows of, and returns whether another one can go on.
 
-    def _text(self, found: News) -> bool:
+    def _text(self, news: News) -> bool:
         buffer, tags = self._buffer, [tag for tag in (self._opening, *self._thoughts) if tag]
         if not (self._form.marked or self._written or self.count):
             body = buffer.lstrip(" \t\r\n")
@@ -216,30 +216,30 @@ class CallParser:
                 return True
         at, tag = min(((at, tag) for tag in tags if (at := buffer.find(tag)) >= 0), default=(-1, ""))
         if tag in self._thoughts:
-            self._pass(buffer[: at + len(tag)], found)
+            self._pass(buffer[: at + len(tag)], news)
             self._buffer, self._thought_end, self._state = buffer[at + len(tag) :], self._thoughts[tag], self._thought
             return True
         if tag:
             before = buffer[:at].rstrip()
-            self._pass(before, found)
+            self._pass(before, news)
             end = at + len(tag)
             self._raw, self._buffer, self._state = buffer[len(before) : end], buffer[end:], self._begin
             return True
         certain = buffer[: len(buffer) - _begun(buffer, tags)].rstrip()
         self._buffer = buffer[len(certain) :]
-        self._pass(certain, found)
+        self._pass(certain, news)
         return False
 
-    def _thought(self, found: News) -> bool:
+    def _thought(self, news: News) -> bool:
         at = self._buffer.find(self._thought_end)
         end = len(self._buffer) - _begun(self._buffer, [self._thought_end]) if at < 0 else at + len(self._thought_end)
-        self._pass(self._buffer[:end], found)
+        self._pass(self._buffer[:end], news)
         self._buffer = self._buffer[end:]
         if at >= 0:
             self._written, self._state = False, self._text  # the answer begins here
         return at >= 0
 
-    def _begin(self, found: News) -> bool:
+    def _begin(self, news: News) -> bool:
         """Before the first call, or the next one of a list."""
         body = self._buffer.lstrip()
         self._raw += self._buffer[: len(self._buffer) - len(body)]
@@ -250,62 +250,62 @@ class CallParser:
         if body.startswith("{"):
             self._object, self._scan, self._state = "", _Scan(0), self._name
             return True
-        return bool(body) and self._fail(found)
+        return bool(body) and self._fail(news)
 
-    def _name(self, found: News) -> bool:
+    def _name(self, news: News) -> bool:
         """Inside a call, before its arguments."""
         end = self._scan.until(0, self._buffer)
-        whole = end >= 0
-        taken, self._buffer = (self._buffer[:end], self._buffer[end:]) if whole else (self._buffer, "")
-        self._object += taken
-        self._raw += taken
+        complete = end >= 0
+        chunk, self._buffer = (self._buffer[:end], self._buffer[end:]) if complete else (self._buffer, "")
+        self._object += chunk
+        self._raw += chunk
         if head := self._head.match(self._object):
-            name, rest = _read(head[1]), self._object[head.end() :]
-            self._raw, self._buffer = self._raw[: len(self._raw) - len(rest)], rest + self._buffer
+            name, tail = _read(head[1]), self._object[head.end() :]
+            self._raw, self._buffer = self._raw[: len(self._raw) - len(tail)], tail + self._buffer
             if not self._known(name):
-                return self._fail(found)
-            found.append(CallDelta(self.count, self._id(), name, ""))
+                return self._fail(news)
+            news.append(CallDelta(self.count, self._id(), name, ""))
             self._scan, self._state = _Scan(1), self._arguments
             return True
-        if not whole:
+        if not complete:
             return False
         call = _read(self._object)
         name = call.get("name") if isinstance(call, dict) else None
         if not self._known(name):
-            return self._fail(found)
+            return self._fail(news)
         keys = (self._form.arguments, "arguments", "parameters")
-        given: Any = next((call[key] for key in keys if call.get(key) is not None), {})
-        found.append(CallDelta(self.count, self._id(), name, _arguments(given)))
+        arguments: Any = next((call[key] for key in keys if call.get(key) is not None), {})
+        news.append(CallDelta(self.count, self._id(), name, _arguments(arguments)))
         return self._end()
 
-    def _arguments(self, found: News) -> bool:
+    def _arguments(self, news: News) -> bool:
         end = self._scan.until(1, self._buffer)
         piece = self._buffer if end < 0 else self._buffer[:end]
         self._buffer = self._buffer[len(piece) :]
         if piece:
-            found.append(CallDelta(self.count, None, None, piece))
+            news.append(CallDelta(self.count, None, None, piece))
         if end < 0:
             return False
         self._state = self._rest
         return True
 
-    def _rest(self, found: News) -> bool:
+    def _rest(self, news: News) -> bool:
         """Behind the arguments: other fields of the call, of which there is no need."""
         end = self._scan.until(0, self._buffer)
         self._buffer = "" if end < 0 else self._buffer[end:]
         return end >= 0 and self._end()
 
-    def _after(self, found: News) -> bool:
+    def _after(self, news: News) -> bool:
         """Behind a call: the end of the list, another call, or text."""
         body = self._buffer.lstrip()
         mark = "]" if self._form.listed else self._closing
-        more = self._form.between.strip()
+        separator = self._form.between.strip()
         if not body or (mark != body and mark.startswith(body)):
             return False
         if mark and body.startswith(mark):
             self._buffer, self._state = body[len(mark) :], self._text
-        elif more and body.startswith(more):
-            self._raw, self._buffer, self._state = more, body[len(more) :], self._begin
+        elif separator and body.startswith(separator):
+            self._raw, self._buffer, self._state = separator, body[len(separator) :], self._begin
         elif body.startswith("{"):  # of a marked form: another call in the same tags
             self._state = self._begin
         else:
@@ -319,15 +319,15 @@ class CallParser:
         self._raw, self._written, self._state = "", False, self._after
         return True
 
-    def _fail(self, found: News) -> bool:
+    def _fail(self, news: News) -> bool:
         """It was no call."""
-        self._pass(self._raw, found)
+        self._pass(self._raw, news)
         self._raw, self._state = "", self._text
         return True
 
-    def _pass(self, text: str, found: News) -> None:
+    def _pass(self, text: str, news: News) -> None:
         if text:
-            found.append(text)
+            news.append(text)
             self._written = True
 
     def _known(self, name: Any) -> bool:
@@ -345,18 +345,18 @@ def _begun(text: str, tags: Sequence[str]) -> int:
     return max(sizes, default=0)
 
 
-def _arguments(given: Any) -> str:
+def _arguments(arguments: Any) -> str:
     """Arguments as JSON. Some models write them as text that is JSON already, or null for none.
 
     >>> _arguments('{"a": 1}'), _arguments("null"), _arguments("Rome")
     ('{"a": 1}', '{}', '"Rome"')
     """
-    if isinstance(given, str):
-        value = _read(given)
+    if isinstance(arguments, str):
+        value = _read(arguments)
         if value is not None:
-            return given
-        given = {} if given.strip() in ("", "null") else given
-    return json.dumps(given, ensure_ascii=False)
+            return arguments
+        arguments = {} if arguments.strip() in ("", "null") else arguments
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _read(text: str) -> Any:

@@ -42,7 +42,7 @@ class GrammarPool:
         self._jobs: dict[Hashable, _Job] = {}
         self._running: list[_Job] = []
 
-    async def get(self, asked: Hashable, make: Callable[[], Grammar], timeout: float | None) -> Grammar:
+    async def get(self, key: Hashable, make: Callable[[], Grammar], timeout: float | None) -> Grammar:
         """The grammar that is asked for: of an earlier request, or by `make`. If all who wait for it leave, it is given up.
 
         Raises:
@@ -50,10 +50,10 @@ class GrammarPool:
             EngineFull: too many wait.
             ValueError, NotImplementedError: as `Grammar`.
         """
-        if asked in self._kept:
-            self._kept.move_to_end(asked)
-            return self._kept[asked][0]
-        job = self._jobs.get(asked) or self._submitted(asked, make)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
+        job = self._jobs.get(key) or self._submitted(key, make)
         assert job.result is not None
         job.requests += 1
         try:
@@ -62,19 +62,19 @@ class GrammarPool:
                 raise Refused("the server is stopping", 503)
             if not job.result.done():
                 raise Refused(f"the grammar was not compiled within the request's {timeout:g} seconds", 408, "timeout")
-            self._keep(asked, *job.result.result())
+            self._keep(key, *job.result.result())
             return job.result.result()[0]
         finally:
             job.requests -= 1
             if job.requests == 0:
-                self._leave(asked, job)
+                self._leave(key, job)
 
-    def _submitted(self, asked: Hashable, make: Callable[[], Grammar]) -> _Job:
+    def _submitted(self, key: Hashable, make: Callable[[], Grammar]) -> _Job:
         if self._closed:
             raise Refused("the server is stopping", 503)
         if self.counts[1] >= _MAX_WAITING:
             raise EngineFull(f"{_MAX_WAITING} grammars wait to be compiled: try again later")
-        job = self._jobs[asked] = _Job()
+        job = self._jobs[key] = _Job()
 
         def compiled() -> tuple[Grammar, int]:
             job.started = time.monotonic()
@@ -89,15 +89,15 @@ class GrammarPool:
         job.result = asyncio.get_running_loop().run_in_executor(self._threads, compiled)
         return job
 
-    def _leave(self, asked: Hashable, job: _Job) -> None:
+    def _leave(self, key: Hashable, job: _Job) -> None:
         job.abandoned = True
-        if self._jobs.get(asked) is job:
-            del self._jobs[asked]
+        if self._jobs.get(key) is job:
+            del self._jobs[key]
         assert job.result is not None
         job.result.cancel()
 
-    def _keep(self, asked: Hashable, grammar: Grammar, size: int) -> None:
-        self._kept[asked] = grammar, size + len(str(asked))
+    def _keep(self, key: Hashable, grammar: Grammar, size: int) -> None:
+        self._kept[key] = grammar, size + len(str(key))
         while sum(size for _, size in self._kept.values()) > _MAX_KEPT:
             self._kept.popitem(last=False)
 
@@ -115,6 +115,6 @@ class GrammarPool:
     def close(self) -> None:
         """Takes no more; what is being compiled ends at its next look, which nothing waits for."""
         self._closed = True
-        for asked, job in [*self._jobs.items()]:
-            self._leave(asked, job)
+        for key, job in [*self._jobs.items()]:
+            self._leave(key, job)
         self._threads.shutdown(wait=False, cancel_futures=True)

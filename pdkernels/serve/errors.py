@@ -112,9 +112,9 @@ def in_http_words(text: str) -> str:
     'max_tokens must be an integer, got text.'
     """
     text, inner = _PREFIX.subn("", text, count=1)
-    first, *rest = re.split(r"(?<=[.?]) (?=[A-Z])", text)
+    first, *sentences = re.split(r"(?<=[.?]) (?=[A-Z])", text)
     if inner:
-        text = " ".join([first, *(one for one in rest if not _REMEDY.search(one))])
+        text = " ".join([first, *(one for one in sentences if not _REMEDY.search(one))])
     return _translated(text)
 
 
@@ -130,11 +130,15 @@ def kind_of(annotation: str) -> str:
     """
     kinds = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text", "None": "null"}
     kinds |= {"Sequence[int]": "a list of integers"}
-    parts = re.findall(r"Literal\[([^\]]*)\]|(Sequence\[int\]|\w+)", annotation)
-    words = [
-        one for literal, name in parts for one in (literal.split(", ") if literal else [kinds.get(name, "")]) if one
+    matches = re.findall(r"Literal\[([^\]]*)\]|(Sequence\[int\]|\w+)", annotation)
+    kinds_in_json = [
+        one for literal, name in matches for one in (literal.split(", ") if literal else [kinds.get(name, "")]) if one
     ]
-    return " or ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]]) if words else "left out"
+    return (
+        " or ".join([*([", ".join(kinds_in_json[:-1])] if kinds_in_json[1:] else []), kinds_in_json[-1]])
+        if kinds_in_json
+        else "left out"
+    )
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
@@ -147,8 +151,8 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     if first["type"] == "extra_forbidden":
         return f"{place} is not supported here{field_hint(place)}", place
-    words = _KIND.sub(lambda kind: f"must be {_KINDS_OF_JSON[kind[1]]}", first["msg"])
-    return f"{place}: {_translated(words)}", place
+    text = _KIND.sub(lambda kind: f"must be {_KINDS_OF_JSON[kind[1]]}", first["msg"])
+    return f"{place}: {_translated(text)}", place
 
 
 def field_hint(name: str) -> str:

@@ -41,14 +41,10 @@ MUTATIONS = {
         "decoding/test_jacobi.py",
     ),
     "linear drafts again with the noise of its first pass": Mutation(
-        "self.forward += self.drafting",
-        "self.forward += 0 * self.drafting",
-        "decoding/test_linear_self_speculation.py",
+        "self.forward += self.drafting", "self.forward += 0 * self.drafting", "decoding/test_linear_self_speculation.py"
     ),
     "rejection draws from the distance of the distributions": Mutation(
-        "rest = (p - q).clamp(min=0)",
-        "rest = (p - q).abs()",
-        "decoding/test_linear_self_speculation.py",
+        "rest = (p - q).clamp(min=0)", "rest = (p - q).abs()", "decoding/test_linear_self_speculation.py"
     ),
     "an end token does not end a draft": Mutation(
         "masked_fill_(verdict.ended | no_choice, 0)", "masked_fill_(no_choice, 0)", "decoding/test_contract.py"
@@ -65,9 +61,7 @@ MUTATIONS = {
         "(mass.cumsum(-1) - mass < self.top_p)", "(mass.cumsum(-1) < self.top_p)", "decoding/test_filters.py"
     ),
     "a batch draws with the sampler of a request that has left": Mutation(
-        "self._rows[row], self._groups = sampler, None",
-        "self._rows[row] = sampler",
-        "decoding/test_row_samplers.py",
+        "self._rows[row], self._groups = sampler, None", "self._rows[row] = sampler", "decoding/test_row_samplers.py"
     ),
     "a repeated token of the prompt counts as the prompt's alone": Mutation(
         "prompt = self.known & (table.gather(1, ids) == 0)",
@@ -81,9 +75,7 @@ MUTATIONS = {
         "rows.number < self.min_new_tokens", "rows.number <= self.min_new_tokens", "decoding/test_row_filters.py"
     ),
     "a stop string across two steps is missed": Mutation(
-        "longest, first = max(map(len, stops)) + 8, known",
-        "longest, first = 0, known",
-        "decoding/test_stop_strings.py",
+        "longest, first = max(map(len, stops)) + 8, known", "longest, first = 0, known", "decoding/test_stop_strings.py"
     ),
     "a cache keeps a page that it does not need": Mutation(
         "kept = -(-length // self.page_size)", "kept = length // self.page_size + 1", "cache"
@@ -120,7 +112,9 @@ def lines(mutation: Mutation, root: Path = ROOT) -> list[Path]:
 def copy_checkout() -> None:
     """A copy of what git knows and of the compiled libraries, made of links: a changed file is written anew."""
     shutil.rmtree(COPY, ignore_errors=True)
-    listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     files = [ROOT / name for name in listed.stdout.split("\0") if name]
     for file in [*files, *(ROOT / "pdkernels").glob("*.so")]:
         if file.is_file():

@@ -34,9 +34,9 @@ REFUSED = {
 class NotOurs(NotImplementedError):
     """Attention that these kernels do not compute; `what` says in a few words why."""
 
-    def __init__(self, words: str, what: str) -> None:
-        super().__init__(words)
-        self.what = what
+    def __init__(self, text: str, kind: str) -> None:
+        super().__init__(text)
+        self.what = kind
 
 
 def attention(
@@ -100,10 +100,10 @@ def _attend(
         return block_sparse_attention(q, k, v, tile_plan, scale=scaling, sinks=s_aux)
     if attention_mask is None:
         if type(module).__name__ == "BigBirdPegasusDecoderAttention":  # which is causal, and says that it is not
-            words = message(
+            fault = message(
                 OP, "is_causal", "be True in causal layers", False, 'Use attn_implementation="eager" for this model.'
             )
-            raise NotOurs(words, "causal layers that say they are not")
+            raise NotOurs(fault, "causal layers that say they are not")
         if not causal and q.shape[1] < k.shape[1] and not _records(q, k, v):
             return _full_tail(q, k, v, scaling, s_aux)
         plan_for = causal_plan if causal else full_plan
@@ -118,7 +118,7 @@ def _attend(
     return _after_prefix(q, k, v, attention_mask.offset, scaling, s_aux)
 
 
-def _check(module: nn.Module, query: Tensor, dropout: float, scaling: float | None, rest: dict[str, Any]) -> None:
+def _check(module: nn.Module, query: Tensor, dropout: float, scaling: float | None, options: dict[str, Any]) -> None:
     remedy = 'Use attn_implementation="eager" for this model.'
     # The eager functions of 4.57 read these from the layer.
     if "relative_key" in str(getattr(module, "position_embedding_type", None)):
@@ -127,24 +127,24 @@ def _check(module: nn.Module, query: Tensor, dropout: float, scaling: float | No
         module, "scale_attn_by_inverse_layer_idx", False
     )
     if scaling is None and not scaled:
-        words = message(
+        fault = message(
             OP, "scale_attn_weights", "be True without scale_attn_by_inverse_layer_idx", "another scale", remedy
         )
-        raise NotOurs(words, "a scale of every layer")
-    for name, what in REFUSED.items():
-        if rest.get(name) is not None:
-            raise NotOurs(message(OP, name, "be absent", "one", remedy), what)
-    if rest.get("output_attentions"):
+        raise NotOurs(fault, "a scale of every layer")
+    for name, kind in REFUSED.items():
+        if options.get(name) is not None:
+            raise NotOurs(message(OP, name, "be absent", "one", remedy), kind)
+    if options.get("output_attentions"):
         raise NotImplementedError(message(OP, "output_attentions", "be False", True, remedy))
     if dropout:
         raise NotImplementedError(
             message(OP, "dropout", "be 0", dropout, "Set attention_dropout=0 in the configuration.")
         )
-    fits = query.dtype in KERNEL_DTYPES and (takes_head_dim(query.shape[3]) or query.shape[3] > WIDEST)
-    if not fits:
-        found = f"{query.dtype} with heads of {query.shape[3]}"
-        words = "be float32, float16 or bfloat16 with heads of a multiple of 8 in [16, 512]"
-        raise NotOurs(message(OP, "query", words, found, 'Use attn_implementation="sdpa".'), found)
+    supported = query.dtype in KERNEL_DTYPES and (takes_head_dim(query.shape[3]) or query.shape[3] > WIDEST)
+    if not supported:
+        actual = f"{query.dtype} with heads of {query.shape[3]}"
+        fault = "be float32, float16 or bfloat16 with heads of a multiple of 8 in [16, 512]"
+        raise NotOurs(message(OP, "query", fault, actual, 'Use attn_implementation="sdpa".'), actual)
 
 
 def _after_prefix(

@@ -249,8 +249,8 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def offload(self) -> None:
         """Not possible: the memory belongs to all layers."""
-        words = "its rows cannot be offloaded: the memory belongs to all layers"
-        raise NotImplementedError(f"{OP}: {words}. {ANOTHER}")
+        fault = "its rows cannot be offloaded: the memory belongs to all layers"
+        raise NotImplementedError(f"{OP}: {fault}. {ANOTHER}")
 
     prefetch = offload
 
@@ -281,19 +281,19 @@ class PdBoth(PdLayer, *_STATES):  # type: ignore[misc]
 
 def _layers(owner: PdCache, config: Any) -> list[Any]:
     """The layers of a `DynamicCache`, with ours in the place of those for keys and values. Others keep states of a fixed size, or nothing."""
-    theirs = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+    dynamic = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
     kinds = getattr(config, "layer_types", None) or ()
     recurrent = any(kind in ("conv", "linear_attention", "hybrid") for kind in kinds)
     if not _STATES and (recurrent or any(name.startswith("mamba_") for name in vars(config))):
         raise NotImplementedError(f"{OP}: layers with a state need transformers 5.6 or newer. {ANOTHER}")
     chunk = getattr(config, "attention_chunk_size", None)
-    made: list[Any] = []
+    layers: list[Any] = []
     slots = 0
-    for layer in theirs:
+    for layer in dynamic:
         exact = type(layer)
         if exact is DynamicSlidingWindowLayer and chunk != layer.sliding_window < owner.capacity:
-            words = f"a model with a sliding window of {layer.sliding_window} tokens needs a capacity of at most that"
-            raise NotImplementedError(f"{OP}: {words}, got {owner.capacity}. {ANOTHER}")
+            fault = f"a model with a sliding window of {layer.sliding_window} tokens needs a capacity of at most that"
+            raise NotImplementedError(f"{OP}: {fault}, got {owner.capacity}. {ANOTHER}")
         if exact in (DynamicLayer, DynamicSlidingWindowLayer):
             layer = PdLayer(owner, slots)
         elif exact in _BOTH:
@@ -301,24 +301,24 @@ def _layers(owner: PdCache, config: Any) -> list[Any]:
         elif exact not in _STATES and exact.__name__ != "DummyLayer":
             raise NotImplementedError(f"{OP}: layers of {exact.__name__} are not supported. {ANOTHER}")
         slots += isinstance(layer, PdLayer)
-        made.append(layer)
-    return made
+        layers.append(layer)
+    return layers
 
 
 def _crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
     number = integer(OP, "tokens_to_remove", tokens_to_remove, -(2**63))
-    ours = [layer for layer in layers if isinstance(layer, PdLayer) and layer.is_initialized]
-    after = [_after_crop(layer.length, number) for layer in ours]
-    back = max((layer.length - length for layer, length in zip(ours, after)), default=max(0, -number))
-    longest = max((layer.length for layer in ours), default=None)
+    initialized = [layer for layer in layers if isinstance(layer, PdLayer) and layer.is_initialized]
+    after = [_after_crop(layer.length, number) for layer in initialized]
+    back = max((layer.length - length for layer, length in zip(initialized, after)), default=max(0, -number))
+    longest = max((layer.length for layer in initialized), default=None)
     states = [layer for layer in layers if isinstance(layer, _STATES)]
     if back and not all(_goes_back(layer) and _has_past(layer, back, longest) for layer in states):
-        words = (
+        fault = (
             "the states of recurrent layers cannot go back to fewer tokens; use pdkernels.decoding.generate, or reset()"
         )
-        more = "; convolutions alone can, after activate_past_recording() before the forward" if _STATES else ""
-        raise NotImplementedError(f"{OP}: {words}{more}.")
-    for layer, length in zip(ours, after):
+        hint = "; convolutions alone can, after activate_past_recording() before the forward" if _STATES else ""
+        raise NotImplementedError(f"{OP}: {fault}{hint}.")
+    for layer, length in zip(initialized, after):
         layer.length = length
     for layer in states:
         if getattr(layer, "record_past", False) and _any(layer.is_conv_states_initialized):

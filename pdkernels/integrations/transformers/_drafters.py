@@ -20,13 +20,13 @@ def method_of(method: str | None, model: Any, drafter: Any, assistant: Any, look
     if assistant is not None:
         kind = type(assistant).__name__
         check(drafter is None, _OP, "drafter", "be None beside an assistant_model", type(drafter).__name__)
-        others = f"be None for method {method!r}"
-        check(method in (None, "draft_model"), _OP, "assistant_model", others, kind, "Pass drafter.")
+        expectation = f"be None for method {method!r}"
+        check(method in (None, "draft_model"), _OP, "assistant_model", expectation, kind, "Pass drafter.")
     if lookup is not None:
         check_type(type(lookup) is int, _OP, "prompt_lookup_num_tokens", "be an int", type(lookup).__name__)
         check(lookup >= 1, _OP, "prompt_lookup_num_tokens", "be at least 1", lookup)
-        words = f"be None for method {method!r}"
-        check(method in (None, "jacobi"), _OP, "prompt_lookup_num_tokens", words, lookup)
+        expectation_of_lookup = f"be None for method {method!r}"
+        check(method in (None, "jacobi"), _OP, "prompt_lookup_num_tokens", expectation_of_lookup, lookup)
         other = drafter if assistant is None else assistant
         check(other is None, _OP, "prompt_lookup_num_tokens", "be None beside a drafter", lookup)
     if method is not None:
@@ -37,23 +37,30 @@ def method_of(method: str | None, model: Any, drafter: Any, assistant: Any, look
         return "jacobi"
     if isinstance(drafter, (str, os.PathLike)):
         path = drafter if isinstance(drafter, str) else Path(drafter)
-        own = is_own_folder(getattr(model, "name_or_path", ""), path)
-        return drafter_method(path) or ("mtp" if own else "draft_model")
-    found: str = getattr(drafter, "method", "draft_model")
-    return found
+        is_own = is_own_folder(getattr(model, "name_or_path", ""), path)
+        return drafter_method(path) or ("mtp" if is_own else "draft_model")
+    name: str = getattr(drafter, "method", "draft_model")
+    return name
 
 
 def options_of(method: str, model: Any, drafter: Any, assistant: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options `drafter` and, if an assistant says it, `block_size`; `given` are those of the caller."""
-    held = given.get("drafter")
-    if held is not None:
-        both = drafter is None and assistant is None
-        check(both, _OP, "method_options", "not hold a drafter beside another one", type(held).__name__)
-        drafter = held
+    stated = given.get("drafter")
+    if stated is not None:
+        alone = drafter is None and assistant is None
+        check(alone, _OP, "method_options", "not hold a drafter beside another one", type(stated).__name__)
+        drafter = stated
     if assistant is not None:
-        ours, theirs = (one.config.get_text_config(decoder=True).vocab_size for one in (model, assistant))
+        size, assistant_size = (owner.config.get_text_config(decoder=True).vocab_size for owner in (model, assistant))
         remedy = "A drafter writes the model's own tokens."
-        check(ours == theirs, _OP, "assistant_model", f"have the model's vocabulary of {ours} tokens", theirs, remedy)
+        check(
+            size == assistant_size,
+            _OP,
+            "assistant_model",
+            f"have the model's vocabulary of {size} tokens",
+            assistant_size,
+            remedy,
+        )
         drafter = assistant
     elif drafter is None:
         return {}

@@ -31,18 +31,18 @@ def choose_(config: Any) -> None:
 
 def stacks(module: nn.Module) -> list[str]:
     """The parameters of a module that are stacks of matrices as our function reads them; none for another module."""
-    known = hasattr(module, "_apply_gate") and getattr(module, "is_transposed", None) is False
-    return [name for name in MATRICES if known and isinstance(getattr(module, name, None), nn.Parameter)]
+    supported = hasattr(module, "_apply_gate") and getattr(module, "is_transposed", None) is False
+    return [name for name in MATRICES if supported and isinstance(getattr(module, name, None), nn.Parameter)]
 
 
 def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The weighted sum of the outputs of each row's experts, as `pdkernels.models.architectures.experts` computes it."""
     first = self.gate_up_proj if self.has_gate else self.up_proj
     packed = isinstance(first, QuantizedWeight) or isinstance(self.down_proj, QuantizedWeight)
-    ours = not self.is_transposed and not getattr(self, "_is_expert_parallel", False)  # 5.23 has it
-    if not (packed or (ours and fused.enabled(hidden_states))):
-        found: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
-        return found
+    stacked = not self.is_transposed and not getattr(self, "_is_expert_parallel", False)  # 5.23 has it
+    if not (packed or (stacked and fused.enabled(hidden_states))):
+        output: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+        return output
     rows, per_token = top_k_index.shape
     order, ends = sorted_by_expert(top_k_index, len(first))
     biases = (f"{'gate_up' if self.has_gate else 'up'}_proj_bias", "down_proj_bias")
@@ -57,6 +57,8 @@ def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
 
 def replace_(module: nn.Module, name: str, weight: QuantizedWeight) -> None:
     """Puts a quantised stack in the place of a parameter of this module alone: a copy of it may share the dict."""
-    module.__dict__["_parameters"] = {own: value for own, value in module._parameters.items() if own != name}
+    module.__dict__["_parameters"] = {
+        parameter: value for parameter, value in module._parameters.items() if parameter != name
+    }
     setattr(module, name, weight)
     choose_(module.config)

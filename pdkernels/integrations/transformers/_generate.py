@@ -92,19 +92,19 @@ def generate(
         >>> torch.equal(ours, model.generate(prompt, max_new_tokens=5))
         True
     """
-    given = caller(model)
-    theirs = given.get("streamer") if streamer is None else streamer  # which already has the prompt
-    listener = token_streamer if theirs is None else theirs
+    call = caller(model)
+    caller_streamer = call.get("streamer") if streamer is None else streamer  # which already has the prompt
+    listener = token_streamer if caller_streamer is None else caller_streamer
     try:
         check(
-            theirs is None or token_streamer is None,
+            caller_streamer is None or token_streamer is None,
             OP,
             "token_streamer",
             "be None beside a streamer",
             type(token_streamer).__name__,
         )
-        if not given:
-            given = {
+        if not call:
+            call = {
                 "logits_processor": list(logits_processor or ()),
                 "stopping_criteria": list(stopping_criteria or ()),
                 "synced_gpus": synced_gpus,
@@ -118,8 +118,8 @@ def generate(
             "Call model.generate(..., custom_generate=generate).",
         )
         check_fields(generation_config)
-        check_arguments(given)
-        assistant, lookup = given.get("assistant_model"), generation_config.prompt_lookup_num_tokens
+        check_arguments(call)
+        assistant, lookup = call.get("assistant_model"), generation_config.prompt_lookup_num_tokens
         if not FIELDS["token_healing"].allows(token_healing):
             refuse("token_healing", token_healing, FIELDS["token_healing"])
         chosen, options = _method(method, method_options, model, drafter, assistant, lookup)
@@ -132,22 +132,22 @@ def generate(
             raise NotImplementedError(message(OP, "model", "be a decoder", f"{type(model).__name__} with an encoder"))
         remedy = "Start from a beginning-of-text token if the model has one."
         check(input_ids.shape[-1] > 0, OP, "input_ids", "hold at least one token", tuple(input_ids.shape), remedy)
-        real = check_inputs(model, model_kwargs, input_ids, given)
+        real = check_inputs(model, model_kwargs, input_ids, call)
         prompts = [ids[seen] for ids, seen in zip(input_ids, real)]
         lengths = [len(prompt) for prompt in prompts]
-        callers = given.get("logits_processor") or ()
+        callers = call.get("logits_processor") or ()
         filters, by_hooks = list_options(generation_config, logits_processor, callers, input_ids, lengths)
         if "logits_processor" not in filters:
             filters["repetition_penalty"] = _penalty(generation_config, logits_processor, bool(real.all()))
         options = _draw(generation_config, by_hooks) | filters | options
-        words = "be None without return_dict_in_generate=True"
+        expectation = "be None without return_dict_in_generate=True"
         returned = generation_config.return_dict_in_generate or options.get("logprobs") is None
-        check(returned, OP, "logprobs", words, options.get("logprobs"))
-        options |= _stops(stopping_criteria, given.get("stopping_criteria") or (), input_ids, real)
+        check(returned, OP, "logprobs", expectation, options.get("logprobs"))
+        options |= _stops(stopping_criteria, call.get("stopping_criteria") or (), input_ids, real)
         if listener is not None:
             if len(prompts) > 1:
                 raise ValueError(sentence(OP, f"a streamer takes one prompt, got {len(prompts)}"))
-            if theirs is None:
+            if caller_streamer is None:
                 listener.put(input_ids.cpu())
             options["on_tokens"] = _told(listener)
         stated = _ids(generation_config.eos_token_id)
@@ -157,8 +157,8 @@ def generate(
         new = generation_config.max_length - length
         tokenizer = options.pop("tokenizer", None)
         if tokenizer is None and options.get("grammar") is not None:
-            words = "a grammar needs the tokenizer of the model"
-            raise ValueError(sentence(OP, words, "Pass method_options={'tokenizer': tokenizer}."))
+            expectation = "a grammar needs the tokenizer of the model"
+            raise ValueError(sentence(OP, expectation, "Pass method_options={'tokenizer': tokenizer}."))
         wrapped = wrap(model, tokenizer)
         options |= drafter_options(chosen.name, model, drafter, assistant, options)
         copies = generation_config.num_return_sequences or 1  # transformers has repeated the prompts
@@ -194,8 +194,8 @@ def _method(
         (check if drawn else check_type)(False, OP, "method_options", f"not hold {option!r}", options[option], remedy)
     check_options(chosen, {option: value for option, value in options.items() if option not in _SHARED}, _SHARED)
     if lookup is not None:
-        held = sorted({"block_size", "window", "draft"} & options.keys())
-        check(not held, OP, "prompt_lookup_num_tokens", f"be None beside {', '.join(held)}", lookup)
+        conflicting = sorted({"block_size", "window", "draft"} & options.keys())
+        check(not conflicting, OP, "prompt_lookup_num_tokens", f"be None beside {', '.join(conflicting)}", lookup)
         options["block_size"] = lookup + 1
     if chosen.name == "jacobi" and (name is None or lookup is not None):
         options.setdefault("draft", "lookup")
@@ -245,15 +245,15 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _stops(criteria: Any, callers: Any, input_ids: Tensor, real: Tensor) -> dict[str, Any]:
     """Options for stopping criteria; `callers` are those that transformers did not make. Length and end tokens have options already."""
-    found: dict[str, Any] = {}
-    others = []
+    options: dict[str, Any] = {}
+    remaining = []
     for item in criteria or ():
-        name = "" if any(item is own for own in callers) else type(item).__name__
+        name = "" if any(item is caller_item for caller_item in callers) else type(item).__name__
         if name == "MaxTimeCriteria":
-            found["max_time"] = max(0.0, item.initial_timestamp + item.max_time - time.time())
+            options["max_time"] = max(0.0, item.initial_timestamp + item.max_time - time.time())
         elif name not in ("MaxLengthCriteria", "EosTokenCriteria"):
-            others.append(PaddedCriterion(item, input_ids, real))
-    return found | ({"stopping_criteria": others} if others else {})
+            remaining.append(PaddedCriterion(item, input_ids, real))
+    return options | ({"stopping_criteria": remaining} if remaining else {})
 
 
 def _stop_strings(strings: Any, tokenizer: Any) -> Any:
@@ -282,26 +282,26 @@ def _output(
     are 0."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
-    found = GenerateDecoderOnlyOutput(sequences=sequences)
-    found["stats"] = result.stats
+    output = GenerateDecoderOnlyOutput(sequences=sequences)
+    output["stats"] = result.stats
     if result.logprobs is not None:
-        found["logprobs"] = result.logprobs
+        output["logprobs"] = result.logprobs
     if config.output_scores or config.output_logits:
         texts = [ids.tolist() for ids in result.tokens]
         logits = plain_logits(model, [prompt.tolist() for prompt in prompts], texts)
         if config.output_logits:
-            found["logits"] = tuple(logits)
+            output["logits"] = tuple(logits)
         if config.output_scores:
-            found["scores"] = tuple(_processed(logits, prompts, texts, hook))
-    return found
+            output["scores"] = tuple(_processed(logits, prompts, texts, hook))
+    return output
 
 
 def _processed(logits: list[Tensor], prompts: list[Tensor], texts: list[list[int]], hook: PaddedHook) -> list[Tensor]:
     """The same after transformers' processors."""
     scores = [rows.clone() for rows in logits]
     for sequence, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        own = hook.for_sequence(sequence)
+        processor = hook.for_sequence(sequence)
         for place in range(len(text)):
             ids = torch.cat([prompt, prompt.new_tensor(text[:place])])[None]
-            scores[place][sequence] = own(ids, scores[place][sequence][None])[0]
+            scores[place][sequence] = processor(ids, scores[place][sequence][None])[0]
     return scores

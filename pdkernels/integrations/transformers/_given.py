@@ -14,13 +14,13 @@ def without_adapter(op: str, model: Any) -> Any:
     for config in adapters.values() if isinstance(adapters, dict) else ():
         kind, remedy = getattr(config.peft_type, "value", config.peft_type), ""
         if getattr(config, "is_prompt_learning", False):
-            words = "have adapters in its layers"
+            fault = "have adapters in its layers"
         elif getattr(config, "alora_invocation_tokens", None):
-            words, kind = "have adapters that apply to all tokens", "activated LoRA"
+            fault, kind = "have adapters that apply to all tokens", "activated LoRA"
         else:
             continue
         remedy = "pdkernels.models.from_callable takes any function from tokens to logits."
-        raise NotImplementedError(message(op, "model", words, f"{type(model).__name__} with {kind}", remedy))
+        raise NotImplementedError(message(op, "model", fault, f"{type(model).__name__} with {kind}", remedy))
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

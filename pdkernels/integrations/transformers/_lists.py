@@ -78,9 +78,9 @@ class PaddedCriterion:
     def __call__(self, ids: Tensor, scores: Any) -> Any:
         text = ids[0].tolist()
         # Equal prompts without their padding may differ in it, which a criterion could only read by mistake.
-        known = max((pair for pair in self._prompts if text[: len(pair[0])] == pair[0]), key=lambda pair: len(pair[0]))
-        new = torch.tensor(text[len(known[0]) :]).to(known[1])
-        return self._criterion(torch.cat([known[1], new])[None], scores)
+        match = max((pair for pair in self._prompts if text[: len(pair[0])] == pair[0]), key=lambda pair: len(pair[0]))
+        new = torch.tensor(text[len(match[0]) :]).to(match[1])
+        return self._criterion(torch.cat([match[1], new])[None], scores)
 
 
 def split(processors: Iterable[Any], callers: Iterable[Any]) -> tuple[list[Any], bool]:
@@ -88,29 +88,29 @@ def split(processors: Iterable[Any], callers: Iterable[Any]) -> tuple[list[Any],
 
     `callers`: those that the caller of transformers' `generate` passed. Only those that it made itself have options.
     """
-    listed, given = list(processors or ()), list(callers or ())
-    names = ["" if any(item is own for own in given) else type(item).__name__ for item in listed]
-    for item in listed:
+    items, caller_items = list(processors or ()), list(callers or ())
+    names = ["" if any(item is caller_item for caller_item in caller_items) else type(item).__name__ for item in items]
+    for item in items:
         if reason := _STATEFUL.get(name := type(item).__name__):
-            words = "hold functions of a row and its prefix"
+            expectation = "hold functions of a row and its prefix"
             raise NotImplementedError(
-                message(_OP, "logits_processor", words, name, f"{reason[0].upper()}{reason[1:]}.")
+                message(_OP, "logits_processor", expectation, name, f"{reason[0].upper()}{reason[1:]}.")
             )
     first = next((place for place, name in enumerate(names) if name in WARPERS), len(names))
     if not all(name in WARPERS for name in names[first:]):
-        return listed, True
+        return items, True
     if all(name in NATIVE for name in names[:first]):
         return [], False
-    return listed[:first], False
+    return items[:first], False
 
 
 def options(
     config: Any, processors: Iterable[Any], callers: Iterable[Any], input_ids: Tensor, lengths: Sequence[int]
 ) -> tuple[dict[str, Any], bool]:
     """Settings of `pdkernels.decoding.generate`, and whether draws are filtered by hooks alone."""
-    hooks, whole = split(processors, callers)
+    hooks, native = split(processors, callers)
     if hooks:
-        return {"logits_processor": [PaddedHook(hooks, input_ids, lengths)]}, whole
+        return {"logits_processor": [PaddedHook(hooks, input_ids, lengths)]}, native
     processor_of = {NATIVE.get(type(item).__name__): item for item in processors or ()}
     settings = {name: getattr(config, SETTINGS[name].transformers) for name in processor_of if name}
     if "bad_words" in settings:  # of which the processor leaves out end tokens alone
@@ -127,22 +127,22 @@ def _of_sequence(processor: Any, sequence: int) -> Any:
     padded = isinstance(ignored, Tensor) and len(ignored) > 1
     if allowed is None and not padded:
         return processor
-    own = copy.copy(processor)
+    processor_copy = copy.copy(processor)
     if allowed is not None:
         prompt = sequence // processor._num_beams  # from 5.24 on, that of num_return_sequences as well
-        own._num_beams, own._prefix_allowed_tokens_fn = 1, lambda _, ids: allowed(prompt, ids)
+        processor_copy._num_beams, processor_copy._prefix_allowed_tokens_fn = 1, lambda _, ids: allowed(prompt, ids)
     if padded:
-        own.prompt_ignore_length = ignored[sequence : sequence + 1]
-    return own
+        processor_copy.prompt_ignore_length = ignored[sequence : sequence + 1]
+    return processor_copy
 
 
 @torch.inference_mode()
 def plain_logits(model: Any, prompts: list[list[int]], texts: list[list[int]]) -> list[Tensor]:
     """The model's logits of each new token, float32 ``(batch, V)``: 0 for texts that have ended."""
     lengths = torch.tensor([len(text) for text in texts])
-    found: list[Tensor] = []
+    columns: list[Tensor] = []
     for first, logits in scored(model, prompts, texts):
         for place, rows in enumerate(logits.float().unbind(1), first):
-            over = lengths.to(rows.device) <= place
-            found.append(rows.masked_fill(over[:, None], 0).clone())
-    return found
+            ended = lengths.to(rows.device) <= place
+            columns.append(rows.masked_fill(ended[:, None], 0).clone())
+    return columns

@@ -88,9 +88,9 @@ class Rows(NamedTuple):
             size = k_cache.shape[1]
             pages, targets = table[sequences, targets // size].long(), targets % size
         k_cache[pages, targets], v_cache[pages, targets] = k[sequences, rows], v[sequences, rows]
-        shown = self.visible
+        visible = self.visible
         return speculative_attention(
-            q, k, v, k_cache, v_cache, shown, self.plan, block_table=table, scale=scale, sinks=sinks
+            q, k, v, k_cache, v_cache, visible, self.plan, block_table=table, scale=scale, sinks=sinks
         )
 
 
@@ -127,9 +127,9 @@ def run_body(
     # A 4-D mask is passed on unchanged; without one transformers would look for packed texts.
     mask = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
     mask.step = step
-    more = {"output_hidden_states": True} if states else {}
+    options = {"output_hidden_states": True} if states else {}
     with nullcontext() if scans is None else using(scans):
-        out = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, **more)
+        out = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, **options)
     for tap, state in (states or {}).items():
         if state is None:
             assert states is not None
@@ -165,18 +165,18 @@ class WrappedModel:
     @property
     def norm(self) -> Tensor:
         """The weight of the body's last norm, if it has one by this name."""
-        found: Tensor = self._body.norm.weight
-        return found
+        weight: Tensor = self._body.norm.weight
+        return weight
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.model.dtype
-        return found
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self.model.device
-        return found
+        device: torch.device = self.model.device
+        return device
 
     def new_cache(
         self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
@@ -249,9 +249,9 @@ class WrappedModel:
         where = offsets.expand(tokens.shape) if cache is None else cache.lengths[:, None] + offsets
         scans = None
         if self.config.states is not None:
-            held = cache if isinstance(cache, HybridCache) else None
-            check(held is cache, "WrappedModel", "cache", "be one of `new_cache`", type(cache).__name__)
-            scans = States(held, len(tokens), rows, tokens.device, counts, mask)
+            hybrid_cache = cache if isinstance(cache, HybridCache) else None
+            check(hybrid_cache is cache, "WrappedModel", "cache", "be one of `new_cache`", type(cache).__name__)
+            scans = States(hybrid_cache, len(tokens), rows, tokens.device, counts, mask)
         return self._run(tokens, where, Rows(mask, cache, counts, places=self._places), states, scans)
 
     @torch.no_grad()
@@ -267,8 +267,8 @@ class WrappedModel:
     ) -> Tensor:
         """As `Transformer.recompute`, of models without recurrent layers."""
         if self.config.states is not None:
-            words = "have rows that can be computed anew, without the ones before them"
-            raise NotImplementedError(message("recompute", "model", words, "one with recurrent states"))
+            expectation = "have rows that can be computed anew, without the ones before them"
+            raise NotImplementedError(message("recompute", "model", expectation, "one with recurrent states"))
         rows = tokens.shape[1]
         order = torch.arange(rows, device=tokens.device)
         slots = order.expand(tokens.shape) if slots is None else slots
@@ -284,9 +284,9 @@ class WrappedModel:
         """The same model with quantised linear layers, see `pdkernels.quantize`. The model that was wrapped stays as it is."""
         copied = quantize_linears_(shadow(self.model), format, group=group, skip=skip)
         config = self.config
-        made = wrap(copied, mask_token=self.mask_token, attention=config.attention, predicts=config.predicts)
-        made.tokenizer = self.tokenizer
-        return made
+        wrapped = wrap(copied, mask_token=self.mask_token, attention=config.attention, predicts=config.predicts)
+        wrapped.tokenizer = self.tokenizer
+        return wrapped
 
     def _run(
         self,
@@ -386,8 +386,8 @@ def wrap(
     shadowed = shadow(model, NAME)
     recurrent = exchange_(shadowed)
     if recurrent and (attention, predicts) != ("causal", "next"):
-        words = "be without recurrent layers, which see only what comes before, to fill masks in a text"
-        refuse(words, type(model).__name__)
+        expectation = "be without recurrent layers, which see only what comes before, to fill masks in a text"
+        refuse(expectation, type(model).__name__)
     read, keep = remembered(model, attention, predicts)
     sizes: WrappedConfig | None = read()
     if sizes is None:
@@ -400,15 +400,15 @@ def wrap(
 def _plain_model(op: str, model: Any) -> Any:
     """The decoder without the wrappers of torch.compile and PEFT."""
     model = without_adapter(op, getattr(model, "_orig_mod", model))
-    known = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
-    check_type(known, op, "model", "be a decoder of transformers", type(model).__name__)
+    is_decoder = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
+    check_type(is_decoder, op, "model", "be a decoder of transformers", type(model).__name__)
     name = type(model).__name__
     check_loaded(op, model)
     if getattr(model.config, "is_encoder_decoder", False):
-        words = "be a decoder alone"
-        raise NotImplementedError(message(op, "model", words, f"{name}, an encoder with a decoder"))
-    whole = model.get_output_embeddings() is not None and body_of(model) is not None
-    check_type(whole, op, "model", "have a language model head", name)
+        expectation = "be a decoder alone"
+        raise NotImplementedError(message(op, "model", expectation, f"{name}, an encoder with a decoder"))
+    has_head = model.get_output_embeddings() is not None and body_of(model) is not None
+    check_type(has_head, op, "model", "have a language model head", name)
     return model
 
 
@@ -423,7 +423,7 @@ def _measured(
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     body = body_of(shadowed)
     states = States(None, 1, 1, model.device) if recurrent else None
-    found = shape_of(
+    shape = shape_of(
         name,
         config,
         lambda *given: run_body(body, given[0], given[1], given[2], None, states),
@@ -436,19 +436,22 @@ def _measured(
     sizes = WrappedConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        layers=found.layers,
-        kv_heads=found.kv_heads,
-        head_dim=found.head_dim,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         attention=attention,
         predicts=predicts,
         max_positions=longest_plain(name, config, body, tokens, positions),
         trained_positions=positions,
-        attends=found.attends if recurrent else (),
+        attends=shape.attends if recurrent else (),
         states=states.shapes if states is not None else None,
     )
-    own = getattr(model.config, "_attn_implementation", None)
+    implementation = getattr(model.config, "_attn_implementation", None)
     prove(
-        name, WrappedModel(model, shadowed, sizes, None, None), shadow(model, "eager" if own == NAME else None), tokens
+        name,
+        WrappedModel(model, shadowed, sizes, None, None),
+        shadow(model, "eager" if implementation == NAME else None),
+        tokens,
     )
     return sizes
 
@@ -486,7 +489,7 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer | Hybrid
     ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     config = model.config.to_dict()
-    made = from_published(
+    converted = from_published(
         config,
         separated_experts(state, config.get("model_type", "")),
         model.dtype,
@@ -494,7 +497,7 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer | Hybrid
         adapted(tokenizer),
         ends,
     )
-    assert not isinstance(made, RecurrentDepth)  # transformers has no such model
+    assert not isinstance(converted, RecurrentDepth)  # transformers has no such model
     with undisturbed(model.device):
-        prove_converted(type(model).__name__, made, shadow(model), random_tokens(model, 1, TOKENS))
-    return made
+        prove_converted(type(model).__name__, converted, shadow(model), random_tokens(model, 1, TOKENS))
+    return converted

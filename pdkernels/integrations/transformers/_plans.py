@@ -61,10 +61,10 @@ class PlanMask(Tensor):
         if func._opname in ("contiguous", "clone", "_to_copy", "to"):
             return args[0]
         if func._opname in ("detach", "alias"):  # a view, as which PyTorch takes no tensor twice
-            given, (batch, _, rows, keys) = args[0], args[0].shape
-            made = PlanMask(batch, rows, keys, given.offset, given.plan, given.device)
-            made.__dict__.update(given.__dict__)
-            return made
+            mask, (batch, _, rows, keys) = args[0], args[0].shape
+            copied = PlanMask(batch, rows, keys, mask.offset, mask.plan, mask.device)
+            copied.__dict__.update(mask.__dict__)
+            return copied
         raise MaskIsPlan(
             f'attn_implementation="pdkernels" keeps masks as tile plans, so {func} has no pairs to work on. '
             'Use attn_implementation="sdpa" for a model that computes with its mask.'
@@ -96,20 +96,24 @@ def plan_of(visible: Callable[[int, int], Tensor], rows: int, keys: int) -> Tile
     owners: list[Tensor] = []
     contents: list[Tensor] = []
     for first in range(0, rows, _ROWS):
-        shown = visible(first, min(first + _ROWS, rows))
-        tall = -(-shown.shape[1] // TILE)
-        padded = F.pad(shown, (0, columns * TILE - keys, 0, tall * TILE - shown.shape[1]))
+        visible_rows = visible(first, min(first + _ROWS, rows))
+        tall = -(-visible_rows.shape[1] // TILE)
+        padded = F.pad(visible_rows, (0, columns * TILE - keys, 0, tall * TILE - visible_rows.shape[1]))
         tiles = padded.unflatten(1, (tall, TILE)).unflatten(3, (columns, TILE)).transpose(2, 3)
-        some, whole = tiles.flatten(3).any(-1), tiles.flatten(3).all(-1)
-        partial = (some & ~whole).nonzero()
-        full.append(whole)
+        any_visible, all_visible = tiles.flatten(3).any(-1), tiles.flatten(3).all(-1)
+        partial = (any_visible & ~all_visible).nonzero()
+        full.append(all_visible)
         contents.append(tiles[partial[:, 0], partial[:, 1], partial[:, 2]])
         owners.append(partial + torch.tensor([0, first // TILE, 0], device=partial.device))
     wholes, owner, content = torch.cat(full, 1), torch.cat(owners), torch.cat(contents)
     plans = []
     for sequence in range(len(wholes)):
-        own = owner[:, 0] == sequence
-        plans.append(TilePlan.from_tiles(wholes[sequence], (owner[own, 1], owner[own, 2]), content[own], rows, keys))
+        is_owner = owner[:, 0] == sequence
+        plans.append(
+            TilePlan.from_tiles(
+                wholes[sequence], (owner[is_owner, 1], owner[is_owner, 2]), content[is_owner], rows, keys
+            )
+        )
     return plans[0] if len(plans) == 1 else TilePlan.stack(plans)
 
 
@@ -128,8 +132,8 @@ def asked_masks(rules: list[Any]) -> Iterator[None]:
 
 def note_rule(mask: PlanMask) -> None:
     """Called with the mask of a layer that has a `rule`."""
-    if (asked := _ASKED.get()) is not None:
-        asked.append(mask.rule)
+    if (rules := _ASKED.get()) is not None:
+        rules.append(mask.rule)
 
 
 def mask_function(
@@ -165,16 +169,16 @@ def mask_function(
     padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     simple = mask_function is causal_mask_function and kv_offset == 0
     if simple and (padding is None or (not compiling and bool(padding.all()))):
-        own = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-        own = own and rest.get("allow_is_causal_skip", True)  # False: the model computes with its mask
-        return None if own else PlanMask(batch_size, q_length, kv_length, q_offset, None, device)
+        causal = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+        causal = causal and rest.get("allow_is_causal_skip", True)  # False: the model computes with its mask
+        return None if causal else PlanMask(batch_size, q_length, kv_length, q_offset, None, device)
     if compiling:  # a plan depends on values, which a traced graph does not have
         return dense(0, q_length)
     first = dense(0, min(q_length, _ROWS))
     # Sequences differ only by padding, packing and blocks.
     alike = batch_size == 1 or (q_length <= _ROWS and bool((first == first[:1]).all()))
     plan = plan_of(lambda a, b: (dense(a, b) if a else first)[: 1 if alike else None, 0], q_length, kv_length)
-    made = PlanMask(batch_size, q_length, kv_length, int(q_offset), plan, device)
+    mask = PlanMask(batch_size, q_length, kv_length, int(q_offset), plan, device)
     if _ASKED.get() is not None:
-        made.rule = mask_function
-    return made
+        mask.rule = mask_function
+    return mask

@@ -51,8 +51,8 @@ def refuse(expectation: str, actual: str, remedy: str = _ANY, cause: Exception |
 
 def reason(error: Exception) -> str:
     """The kind and the first words of an error."""
-    words = " ".join(str(error).split()).removeprefix("pdkernels.")
-    return f"{type(error).__name__}: {words if len(words) <= 120 else words[:117] + '...'}".rstrip(".: ")
+    text = " ".join(str(error).split()).removeprefix("pdkernels.")
+    return f"{type(error).__name__}: {text if len(text) <= 120 else text[:117] + '...'}".rstrip(".: ")
 
 
 class _Seen:
@@ -87,11 +87,11 @@ def shape_of(
     except _FAULTS as error:
         cause = error
     layers = getattr(config, "num_hidden_layers", None) or len(set(seen.calls))
-    words = f"take the attention of its {layers} layers from AttentionInterface"
+    expectation = f"take the attention of its {layers} layers from AttentionInterface"
     if isinstance(cause, NotOurs):
         refuse("have attention that our kernels compute", f"{name} with {cause.what}", cause=cause)
     if isinstance(cause, MaskIsPlan) or (cause is None and not seen.calls):
-        refuse(words, f"{name}, which computes its own", cause=cause)
+        refuse(expectation, f"{name}, which computes its own", cause=cause)
     if cause is not None:
         refuse("run on given tokens, positions and masks alone", f"{name} ({reason(cause)})", cause=cause)
     numbers = [call for call in seen.calls if call is not None]
@@ -100,16 +100,16 @@ def shape_of(
     kinds = getattr(config, "layer_types", None) or [None] * layers
     recurrent = {layer for layer, _ in states.shapes} if states is not None else set()
     neither = {layer for layer, kind in enumerate(kinds) if states is not None and kind in ("mlp", "moe")}
-    missing = sorted(set(range(layers)) - set(numbers) - recurrent - neither)
-    if missing:
-        kept = (
+    absent_layers = sorted(set(range(layers)) - set(numbers) - recurrent - neither)
+    if absent_layers:
+        keeping = (
             f"the state of {scans}, which has a decay for every channel"
             if scans
             else "another state than keys and values or none"
         )
-        refuse(words, f"{name} with {len(missing)} that do not, and keep {kept}")
+        refuse(expectation, f"{name} with {len(absent_layers)} that do not, and keep {keeping}")
     if len(numbers) != len(set(numbers)) or max(numbers) >= layers:
-        refuse(f"{words}, once each", f"{name} with {len(seen.calls)} calls")
+        refuse(f"{expectation}, once each", f"{name} with {len(seen.calls)} calls")
     if len(seen.shapes) > 1:
         refuse("have the same key and value heads in every layer", f"{name} with {len(seen.shapes)} kinds")
     return Shape(layers, *seen.shapes.pop(), tuple(sorted(numbers)))
@@ -126,17 +126,17 @@ def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: 
         config, "attn_temperature_tuning", False
     ):  # Llama 4 scales queries by their place in the rows of a forward
         positions = min(positions, int(getattr(config, "floor_scale", positions)))
-    asked: list[Any] = []
+    visibilities: list[Any] = []
     try:
-        with torch.no_grad(), asked_masks(asked):
+        with torch.no_grad(), asked_masks(visibilities):
             body(input_ids=tokens, use_cache=False)
     except _FAULTS:
-        asked = []  # our own masks still run; the comparison below decides
+        visibilities = []  # our own masks still run; the comparison below decides
     kinds = getattr(config, "layer_types", None)
     chunk = getattr(config, "attention_chunk_size", None) if kinds is None or "chunked_attention" in kinds else None
     for window in (windowed(config), chunk):
         positions = positions if window is None else min(positions, int(window))
-    for visible in asked:
+    for visible in visibilities:
         positions = min(positions, _sees_all(visible, min(positions, 1 << 20), tokens.device, positions))
     if positions < 1:
         refuse("have rows that see what precedes them", name)
@@ -189,20 +189,20 @@ def random_tokens(model: Any, rows: int, columns: int) -> Tensor:
         entries = 0
     config = model.config.get_text_config(decoder=True)
     count = min(entries or config.vocab_size, config.vocab_size)
-    plain = torch.tensor([token for token in range(min(count, 4096)) if token not in special] or [0])
-    drawn = torch.randint(len(plain), (rows, columns), generator=torch.Generator().manual_seed(0))
-    return plain[drawn].to(model.device)
+    ordinary = torch.tensor([token for token in range(min(count, 4096)) if token not in special] or [0])
+    drawn = torch.randint(len(ordinary), (rows, columns), generator=torch.Generator().manual_seed(0))
+    return ordinary[drawn].to(model.device)
 
 
 def prove(name: str, wrapped: Any, twin: Any, tokens: Tensor) -> None:
     """Compares the model's own forward with ours on a cache, for two texts of unequal prefixes."""
     try:
         with torch.no_grad():
-            theirs = twin(input_ids=tokens, use_cache=True).logits
+            twin_logits = twin(input_ids=tokens, use_cache=True).logits
     except _FAULTS as error:
         refuse("run on tokens alone", f"{name} ({reason(error)})", cause=error)
     try:
-        same, cached = _ours(wrapped, tokens, theirs)
+        same, cached = _ours(wrapped, tokens, twin_logits)
     except _FAULTS as error:
         refuse("run with our attention and caches", f"{name} ({reason(error)})", cause=error)
     budget = _BUDGETS.get(wrapped.dtype, _EXACT)
@@ -214,20 +214,20 @@ def prove(name: str, wrapped: Any, twin: Any, tokens: Tensor) -> None:
             f"{name}, whose logits differ by {same:.0%} of their size",
         )
     if not cached <= budget:
-        words = "compute the same from cached keys and values as from the whole text"
-        refuse(words, f"{name}, whose logits then differ by {cached:.0%} of their size")
+        expectation = "compute the same from cached keys and values as from the whole text"
+        refuse(expectation, f"{name}, whose logits then differ by {cached:.0%} of their size")
 
 
-def _ours(wrapped: Any, tokens: Tensor, theirs: Tensor) -> tuple[float, float]:
+def _ours(wrapped: Any, tokens: Tensor, twin_logits: Tensor) -> tuple[float, float]:
     """The differences of a whole forward, and of steps on a cache."""
-    plain = wrapped.config.attention == "causal"
-    whole = wrapped(tokens, mask=causal(tokens.shape[1]).plan(64, 64, tokens.device))
-    if whole.shape != theirs.shape:
-        raise ValueError(f"logits have shape {tuple(whole.shape)} instead of {tuple(theirs.shape)}")
-    same = _difference(whole, theirs)
-    if wrapped.config.predicts == "own" or not plain:
+    causal_model = wrapped.config.attention == "causal"
+    all_at_once = wrapped(tokens, mask=causal(tokens.shape[1]).plan(64, 64, tokens.device))
+    if all_at_once.shape != twin_logits.shape:
+        raise ValueError(f"logits have shape {tuple(all_at_once.shape)} instead of {tuple(twin_logits.shape)}")
+    same = _difference(all_at_once, twin_logits)
+    if wrapped.config.predicts == "own" or not causal_model:
         everything = wrapped(tokens, mask=full(tokens.shape[1]).plan(64, 64, tokens.device))
-        same = min(same, _difference(everything, theirs))
+        same = min(same, _difference(everything, twin_logits))
     counts = torch.tensor(_PREFIX, device=tokens.device)
     cache = wrapped.new_cache(len(tokens), tokens.shape[1] + max(_PREFIX))
     wrapped(tokens[:, : max(_PREFIX)], cache=cache, counts=counts, mask=_step(max(_PREFIX), tokens.device))
@@ -238,24 +238,24 @@ def _ours(wrapped: Any, tokens: Tensor, theirs: Tensor) -> tuple[float, float]:
         where = counts[:, None] + torch.arange(first, last, device=tokens.device)
         step = wrapped(tokens.gather(1, where), cache=cache, mask=_step(last - first, tokens.device))
         cache.commit_(torch.full_like(counts, last - first))
-        cached.append(_difference(step, whole.gather(1, where[..., None].expand(-1, -1, whole.shape[2]))))
+        cached.append(_difference(step, all_at_once.gather(1, where[..., None].expand(-1, -1, all_at_once.shape[2]))))
     return same, max(cached)
 
 
-def prove_converted(name: str, made: Any, twin: Any, tokens: Tensor) -> None:
+def prove_converted(name: str, converted: Any, twin: Any, tokens: Tensor) -> None:
     """Compares the logits of a model and of a conversion, at the first and the last positions."""
     rows = torch.arange(tokens.shape[1], device=tokens.device)
     # At large positions the rounding of angles alone makes logits differ.
-    for first in (0, max(0, min(made.config.max_positions, 4096) - tokens.shape[1])):
+    for first in (0, max(0, min(converted.config.max_positions, 4096) - tokens.shape[1])):
         where = rows + first
         with torch.no_grad():
-            theirs = twin(input_ids=tokens, position_ids=where[None].expand(tokens.shape), use_cache=False).logits
-            ours = made(tokens, positions=where)
-        difference = _difference(ours, theirs)
-        if not difference <= _BUDGETS.get(made.dtype, _EXACT):
-            words = f"compute what its configuration says, as a {name} of transformers does"
+            twin_logits = twin(input_ids=tokens, position_ids=where[None].expand(tokens.shape), use_cache=False).logits
+            logits = converted(tokens, positions=where)
+        difference = _difference(logits, twin_logits)
+        if not difference <= _BUDGETS.get(converted.dtype, _EXACT):
+            expectation = f"compute what its configuration says, as a {name} of transformers does"
             actual = f"one whose logits differ by {difference:.0%} of their size"
-            raise NotImplementedError(message("from_transformers", "model", words, actual, "Use wrap."))
+            raise NotImplementedError(message("from_transformers", "model", expectation, actual, "Use wrap."))
 
 
 def _step(rows: int, device: torch.device) -> Any:
