@@ -7,6 +7,7 @@ references and Triton kernels. Views that interleave, such as K and V of one buf
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,18 +54,13 @@ def check_written(op: str, mutated: Sequence[str], arguments: Iterable[tuple[str
                 _check_itself(op, f"{name}[{i}]" if is_list and len(value) > 1 else name, tensor, compiling)
             if not compiling and (span := _span(tensor)):
                 spans.append((*span, name, i, tensor))
-    spans.sort(key=_start)
+    spans.sort(key=operator.itemgetter(0))
     for n, (_, end, name, i, tensor) in enumerate(spans):
         for start, _, other, j, second in spans[n + 1 :]:
             if start >= end:
                 break
             if (name in mutated or other in mutated) and overlap(tensor, second):
                 _refuse(op, mutated, arguments, (name, i), (other, j))
-
-
-def _start(span: tuple[Any, ...]) -> int:
-    start: int = span[0]
-    return start
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:

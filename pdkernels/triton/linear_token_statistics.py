@@ -35,13 +35,13 @@ class Tiling(NamedTuple):
     """Tiles of columns that are multiplied at a time, 1 or 2; each joins the statistics by itself."""
 
 
-# By architecture, for up to 64 rows, for more, and for draws; those not listed use sm_80's, which fits into 99 KiB of
+# By architecture, for up to 64 rows, for more, and for sampling; those not listed use sm_80's, which fits into 99 KiB of
 # shared memory. With few rows only the rate at which weights arrive counts: 64 rows ask less of the tensor cores than
 # that rate would let them do, so no smaller tile is needed, which would round differently.
 #   - Hopper: L2 delivers some 28 bytes a cycle to an SM, and tiles of 64 x 128 ask for 96 while the tensor cores are
 #     busy, two abreast of 128 rows for 48. A warp holds 16 whole rows of a tile in either, and so the order of sums is
 #     the same.
-#   - For draws 8 warps share a tile of 64 rows, which leaves registers for random words: 4 would spill them by the
+#   - For sampling 8 warps share a tile of 64 rows, which leaves registers for random words: 4 would spill them by the
 #     kilobyte.
 #   - float32 runs on the plain FMA units, where large tiles spill.
 # Registers and shared memory are in tests/triton_budgets.json.
@@ -186,7 +186,7 @@ def _weights(weight, tile, along, k, vocabulary, weight_stride, weight_step,
 
 @triton.jit(do_not_specialize=["slots", "rows", "row_tiles", "num_parts", "tiles", "step"])
 def _parts_kernel(
-    hidden, weight, row_index, positions, seeds, steps, step, sums, drawn, orders, ids,
+    hidden, weight, row_index, positions, seeds, steps, step, sums, samples, orders, ids,
     hidden_stride, hidden_step, weight_stride, weight_step, slots, rows, vocabulary, row_tiles, num_parts, tiles,
     scale, temperature, seed: "i64", suppressed,  # noqa: F821, UP037  (a type of Triton)
     DEPTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr,
@@ -244,9 +244,9 @@ def _parts_kernel(
     tl.store(sums + 3 * result + 1, l_i, mask=exists)
     tl.store(sums + 3 * result + 2, weighted, mask=exists)
     if SAMPLED:
-        tl.store(drawn + 3 * result, best, mask=exists)
-        tl.store(drawn + 3 * result + 1, best_id, mask=exists)
-        tl.store(drawn + 3 * result + 2, best_logit.to(tl.int32, bitcast=True), mask=exists)
+        tl.store(samples + 3 * result, best, mask=exists)
+        tl.store(samples + 3 * result + 1, best_id, mask=exists)
+        tl.store(samples + 3 * result + 2, best_logit.to(tl.int32, bitcast=True), mask=exists)
     rank = tl.arange(0, TOP_WIDTH)[None, :]
     tl.store(orders + result[:, None] * TOP + rank, top, mask=exists[:, None] & (rank < TOP))
     tl.store(ids + result[:, None] * TOP + rank, top_ids, mask=exists[:, None] & (rank < TOP))
@@ -254,7 +254,7 @@ def _parts_kernel(
 
 @triton.jit(do_not_specialize=["slots", "rows", "num_parts"])
 def _merge_kernel(
-    row_index, sums, drawn, orders, ids, out_ids, out_probs, out_top_ids, out_top_probs, out_margin, out_entropy,
+    row_index, sums, samples, orders, ids, out_ids, out_probs, out_top_ids, out_top_probs, out_margin, out_entropy,
     out_logsumexp, slots, rows, num_parts, scale, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr,
     TOP_WANTED: tl.constexpr, SAMPLED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -298,11 +298,11 @@ def _merge_kernel(
             tl.store(out_top_ids + slot.to(tl.int64) * TOP_WANTED + k, tl.where(empty, -1, best_id).to(tl.int64))
             tl.store(out_top_probs + slot.to(tl.int64) * TOP_WANTED + k, tl.where(empty, 0.0, p))
     if SAMPLED:
-        scores = tl.load(drawn + 3 * (first + part_index), mask=mask, other=NONE)
-        drawn_ids = tl.load(drawn + 3 * (first + part_index) + 1, mask=mask, other=FAR)
-        _, chosen = _first(scores, drawn_ids, 0)
-        logits = tl.load(drawn + 3 * (first + part_index) + 2, mask=mask, other=0).to(tl.float32, bitcast=True)
-        logit = tl.sum(tl.where(drawn_ids == chosen, logits, 0.0), 0)
+        scores = tl.load(samples + 3 * (first + part_index), mask=mask, other=NONE)
+        sampled_ids = tl.load(samples + 3 * (first + part_index) + 1, mask=mask, other=FAR)
+        _, chosen = _first(scores, sampled_ids, 0)
+        logits = tl.load(samples + 3 * (first + part_index) + 2, mask=mask, other=0).to(tl.float32, bitcast=True)
+        logit = tl.sum(tl.where(sampled_ids == chosen, logits, 0.0), 0)
     tl.store(out_ids + slot, tl.where(empty, -1, chosen).to(tl.int64))
     tl.store(out_probs + slot, tl.where(empty, 0.0, tl.exp((logit - origin) * scale) / divisor))
     tl.store(out_margin + slot, tl.where(empty, 0.0, margin))
@@ -346,12 +346,12 @@ def forward(
     if slots == 0:
         return results
     sums = make(slots, num_parts, 3, dtype=torch.float32)
-    drawn = make(slots, num_parts, 3, dtype=torch.int32) if sampled else None
+    samples = make(slots, num_parts, 3, dtype=torch.int32) if sampled else None
     part_orders, part_ids = (make(slots, num_parts, top, dtype=torch.int32) for _ in range(2))
     row_tiles = triton.cdiv(slots, tiling.rows)
     width = triton.next_power_of_2(top)
     _parts_kernel[(row_tiles * num_parts,)](
-        hidden, weight, row_index, positions, seeds, steps, _low_word(step), sums, drawn, part_orders, part_ids,
+        hidden, weight, row_index, positions, seeds, steps, _low_word(step), sums, samples, part_orders, part_ids,
         *hidden.stride(), *weight.stride(), slots, rows, vocabulary, row_tiles, num_parts, tiles,
         # Triton specializes numbers that are 1 or a multiple of 16; these must not be.
         scale, temperature, seed, tuple(2 * token + 3 for token in suppress),
@@ -362,18 +362,18 @@ def forward(
         num_warps=tiling.warps, num_stages=tiling.stages, **_blocking.CONTRACTED,
     )  # fmt: skip
     _merge_kernel[(slots,)](
-        row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, num_parts, scale, TOP=top,
+        row_index, sums, samples, part_orders, part_ids, *results, slots, rows, num_parts, scale, TOP=top,
         TOP_WIDTH=width, TOP_WANTED=top_k, SAMPLED=sampled, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
         **_blocking.CONTRACTED,
     )  # fmt: skip
     return results
 
 
-def choose_tiling(hidden: Tensor, rows: int, drawn: bool) -> Tiling:
-    few_rows, many_rows, for_draws = _TABLE[
+def choose_tiling(hidden: Tensor, rows: int, sampled: bool) -> Tiling:
+    few_rows, many_rows, for_sampling = _TABLE[
         _blocking.architecture(hidden.device) if hidden.element_size() == 2 else "fp32"
     ]
-    return for_draws if drawn else few_rows if rows <= FEW_ROWS else many_rows
+    return for_sampling if sampled else few_rows if rows <= FEW_ROWS else many_rows
 
 
 def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:
