@@ -85,7 +85,8 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, 
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
-    heights = [1.1 + 0.27 * (sum(row["task"] == task for row in rows) + _groups(rows, task)) for task in tasks]
+    models_of = {task: [row["model"] for row in rows if row["task"] == task] for task in tasks}
+    heights = [1.1 + 0.27 * (len(names) + len(set(names))) for names in models_of.values()]
     figure = plt.figure(figsize=(12.5, sum(heights) + 0.25), layout="constrained")
     panels = figure.subfigures(len(tasks), 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, task in zip(panels, tasks):
@@ -112,10 +113,6 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, 
         figure.supxlabel(note, fontsize=8.5)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def _groups(rows: Sequence[Mapping[str, Any]], task: str) -> int:
-    return len({row["model"] for row in rows if row["task"] == task})
 
 
 def _heights(rows: Sequence[Mapping[str, Any]], models: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from pdkernels import decoding
 from pdkernels._validation import check, fail
-from pdkernels.decoding.method import Method
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import baseline_of
 from pdkernels.evaluation.planned import interval
@@ -91,7 +90,8 @@ def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods:
     for name, model in models.items():
         baseline = baseline_of(model)
         candidates[Candidate(name, baseline)] = None
-        able = [method for method in chosen if _can(method, model)]
+        has_mask = model.mask_token is not None
+        able = [method for method in chosen if method.supports(model) and (has_mask or not method.needs_mask_token)]
         for method in able:
             options = [item for item in swept if item.method in (None, method.name) and item.option in method.options]
             check(
@@ -137,10 +137,6 @@ def planned_settings(swept: Sequence[Swept]) -> list[dict[str, Any]]:
     check(len(options) == len(swept), _OP, "sweep", "name an option once", [item.option for item in swept])
     options = {"sparse": options.pop("sparse", (False, True)), **options}
     return [dict(zip(options, values)) for values in product(*options.values())]
-
-
-def _can(method: Method, model: Any) -> bool:
-    return method.supports(model) and not (method.needs_mask_token and model.mask_token is None)
 
 
 def without_many_rows(candidates: Sequence[Candidate], maximum: int) -> tuple[list[Candidate], list[str]]:
