@@ -94,12 +94,14 @@ def moved(tensor: Tensor, dtype: torch.dtype, device: torch.device | str) -> Ten
 
 
 def buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, for compiled code. The tensor must outlive them.
+    """The bytes of a contiguous tensor on the CPU, for compiled code.
 
     >>> buffer(torch.tensor([1, 2], dtype=torch.uint8)).tolist()
     [1, 2]
     """
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    setattr(memory, "tensor", tensor)  # noqa: B010 - it lives as long as its bytes are looked at
+    return memoryview(memory).cast("B")
 
 
 def report() -> dict[str, str]:
