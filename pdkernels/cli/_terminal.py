@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from pdkernels import models
-from pdkernels._validation import check, check_choice, message
-from pdkernels.models.checkpoints.drafters.folder import is_drafter_folder, is_own_folder
+from pdkernels._validation import check, check_choice, message, refuse
+from pdkernels.decoding.methods import METHODS
+from pdkernels.evaluation.sweep import parse_value
+from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder
 from pdkernels.models.files.layout import DTYPES
 from pdkernels.models.text.tokenizers import Tokenizer
 
@@ -172,7 +174,7 @@ def load_drafter(
 ) -> tuple[str, Any]:
     """A drafter that the command line names, for the `target` that it calls `model`, after the method that it is for."""
     FLAGS["name_or_path"] = "--drafter"  # in the errors of both loaders
-    if is_drafter_folder(drafter) or is_own_folder(model, drafter):
+    if drafter_method(drafter) or is_own_folder(model, drafter):
         head = models.load_drafter(drafter, target)
         return head.method, head
     return "draft_model", models.load(drafter, **_asked(command, device, dtype))

@@ -27,8 +27,8 @@ from pdkernels import backends
 from pdkernels.models.architectures import fused
 from pdkernels.ops.token_statistics import Options
 from tests.cudasim.build import ROOT
+from tests.harness import sessions
 from tests.harness.pretended_gpu import operators, pretended_gpu
-from tests.harness.sessions import open_session
 
 PAGE = ROOT / "docs" / "gpu_proof.md"
 REGION = re.compile(r"(<!-- launches -->\n).*?(<!-- /launches -->)", re.DOTALL)
@@ -131,9 +131,9 @@ def plain() -> Iterator[None]:
 def steps_of(name: str, method: str, options: dict[str, Any]) -> Iterator[tuple[str, Count]]:
     """Each form of a step, for one sequence in the middle of a generation."""
     model = pd.models.load(name).to("cuda")
-    session, _ = open_session(model, [[1] * 32], 128, ())
+    session, _ = sessions.open_session(model, [[1] * 32], 128, ())
     with torch.inference_mode():
-        steps = steps_of(method, session, **options)
+        steps = sessions.steps_of(method, session, **options)
         steps.start(session)
         forms = [getattr(steps, form) for form in steps.forms]
         for form in forms * 2:  # tables are made once

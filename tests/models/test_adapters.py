@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.models.checkpoints import adapters, packaged
+from pdkernels.models.checkpoints import packaged
+from pdkernels.models.checkpoints.packaged import weight_folders
 from tests.models.test_zoo import write
 from tests.support import weights
 from tests.support.checkpoints import BIASED, LLAMA, MINISTRAL3, QWEN2, State, plain_logits, random_checkpoint
@@ -260,9 +261,9 @@ def test_adapters_by_name(base: tuple[Path, State], tmp_path: Path, monkeypatch:
         bare.setattr(packaged, "entry_points", lambda group: ())
         with pytest.raises(ValueError, match=r"exists, got 'mine'. Adapters that have names: none is installed."):
             models.load(folder, adapter="mine")
-    before, installed = set(adapters.available_adapters()), weights.install(monkeypatch, tmp_path)
+    before, installed = set(weight_folders("adapter_config.json")), weights.install(monkeypatch, tmp_path)
     save(installed / "mine", lora(state, ["model.layers.0.self_attn.o_proj"]))
-    assert set(adapters.available_adapters()) == {*before, "mine"}
+    assert set(weight_folders("adapter_config.json")) == {*before, "mine"}
     assert models.load(folder, drafter="mine").has_adapter
     assert not torch.equal(logits(folder, adapter="mine"), logits(folder))
     # A path is that of a folder, whatever its name.

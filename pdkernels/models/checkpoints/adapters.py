@@ -109,9 +109,9 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     try:
         exists = folder.is_dir()
     except (OSError, ValueError):
-        exists = False
-    remedy = f"Adapters that have names: {', '.join(available_adapters()) or 'none is installed'}."
-    check(exists, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
+        found = False
+    remedy = f"Adapters that have names: {', '.join(sorted(weight_folders(CONFIG))) or 'none is installed'}."
+    check(found, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
     fields = read_fields(folder, CONFIG)
     if fields is None:
         fail(OP, "adapter", f"hold {CONFIG}", f"none in {folder}")
@@ -151,11 +151,6 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         start = PLAIN if embedded or name in replaced else settings.start
         pairs[name] = Pair(tensors[pair["a"]], tensors[pair["b"]], settings.scale(modules[name]), embedded, start)
     return Adapter(pairs, {name: tensors[stored] for name, stored in replaced.items()}, folder.name)
-
-
-def available_adapters() -> tuple[str, ...]:
-    """Names of the adapters in installed packages of weights."""
-    return tuple(sorted(weight_folders(CONFIG)))
 
 
 def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None:

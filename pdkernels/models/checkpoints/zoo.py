@@ -33,7 +33,7 @@ from pdkernels.models.architectures.transformer import Transformer, TransformerC
 from pdkernels.models.checkpoints import gguf, hf, huginn, hybrid_hf, llada, llada2
 from pdkernels.models.checkpoints.adapters import MASK_FILE, read_adapter, read_mask_token
 from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
-from pdkernels.models.checkpoints.drafters.folder import is_drafter_folder, is_own_folder, load_drafter
+from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder, load_drafter
 from pdkernels.models.checkpoints.hf import ARCHITECTURES, from_hf_config
 from pdkernels.models.checkpoints.hf_experts import LLADA_MOE
 from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
@@ -129,7 +129,7 @@ def load(
         >>> result.text
         's\\n'
     """
-    if drafter is not None and (is_drafter_folder(drafter) or is_own_folder(name_or_path, drafter)):
+    if drafter is not None and (drafter_method(drafter) or is_own_folder(name_or_path, drafter)):
         model: Any = load(
             name_or_path, dtype=dtype, device=device, adapter=adapter, packed=packed, cache_dtype=cache_dtype
         )

@@ -135,7 +135,7 @@ def _mtp_head(config: MtpConfig, weights: Weights, target: Any, dtype: torch.dty
 
 
 def drafter_method(path: str | Path) -> str | None:
-    """The decoding method that the drafter in a folder is for; None: no folder, or one of a model."""
+    """The decoding method of the drafter in a folder, or of that name; None: no folder, or one of a model."""
     try:
         config = json.loads((weight_folder(path) / _CONFIG).read_text())
     except (OSError, ValueError):
@@ -148,11 +148,6 @@ def drafter_method(path: str | Path) -> str | None:
         return "dflash"
     # Other kinds are refused by `load_drafter`, by name.
     return "eagle" if kind is not None or any("Eagle" in name for name in class_names) else None
-
-
-def is_drafter_folder(path: str | Path) -> bool:
-    """Whether a name or path is that of a folder with a drafter, of any kind, not with a model."""
-    return drafter_method(path) is not None
 
 
 def is_own_folder(model: str | Path, drafter: str | Path) -> bool:
