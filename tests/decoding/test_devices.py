@@ -67,7 +67,7 @@ def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -
     return pd.decoding.generate(model, prompts, method, max_new_tokens=limit, end_tokens=(), **options)
 
 
-@pytest.mark.covering(of=["method"])
+@pytest.mark.covering(of=["method"], share=3)
 @pytest.mark.parametrize(
     ("method", "options"), [*CASES, pytest.param("planned", {"steps_ratio": 0.5}, marks=pytest.mark.slow)], ids=label
 )

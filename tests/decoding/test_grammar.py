@@ -64,7 +64,7 @@ def written(method: str, grammar: Any, prompt: Any = ("ab = ", "x"), **options: 
     return generate(model(chosen.example), prompt, method, grammar=grammar, **options)
 
 
-@pytest.mark.covering(of=["method", "temperature"])
+@pytest.mark.covering(of=["method", "temperature"], share=3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("method", "options"), FORMS, ids=lambda value: str(value))
 def test_texts_belong_to_the_grammar(method: str, options: dict[str, Any], temperature: float) -> None:

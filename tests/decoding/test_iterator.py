@@ -24,6 +24,7 @@ class Pairs:
         return whole + "\ufffd" * (len(tokens) % 2)
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_pieces_are_the_result(method: str) -> None:
     model = example(METHODS[method])

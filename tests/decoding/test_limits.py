@@ -123,6 +123,7 @@ NAN = (
 )
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", available())
 def test_logits_that_are_nan_are_an_error(method: str) -> None:
     for temperature in (0.0, 0.7):

@@ -137,7 +137,7 @@ CASES = [pytest.param(method, options, id=f"{method}-{options}") for method in a
 FAST = ("-inf", "only the mask")
 
 
-@pytest.mark.covering(of=["method", "kind"])
+@pytest.mark.covering(of=["method", "kind"], share=3)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in FAST else pytest.mark.slow) for k in KINDS])
 @pytest.mark.parametrize(("method", "options"), CASES)
 def test_rows_without_a_choice_are_an_error(method: str, options: dict[str, Any], kind: str) -> None:
@@ -150,7 +150,7 @@ def test_rows_without_a_choice_are_an_error(method: str, options: dict[str, Any]
             generate(spoiled(method, options, kind, first), PROMPTS[0], method, **given)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("kind", ["-inf", "one NaN", "one +inf"])
 @pytest.mark.parametrize("method", available())
 def test_a_batch_names_the_sequence(method: str, kind: str) -> None:

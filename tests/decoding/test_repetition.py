@@ -71,6 +71,7 @@ def test_a_row_of_a_canvas_is_penalised_for_all_of_the_canvas(guidance: float) -
         assert theirs.tolist() == dream(plain, prompt, 6, temperature=0.5, **settings).tokens
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", NAMES)
 def test_all_methods_alone_as_in_a_batch(method: str) -> None:
     model, options = example(METHODS[method]), SIZES.get(method, {}) | {"max_new_tokens": 8, "end_tokens": ()}
@@ -83,6 +84,7 @@ def test_all_methods_alone_as_in_a_batch(method: str) -> None:
         assert any(not torch.equal(ours, theirs) for ours, theirs in zip(told.tokens, free, strict=True))
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", [name for name in NAMES if METHODS[name].wing != "planned"])
 def test_stop_strings_end_texts(method: str) -> None:
     """At the token that completes one, wherever in a draft or a block it is; alone, in a batch, and told as it comes."""

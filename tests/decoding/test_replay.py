@@ -45,6 +45,7 @@ def pieces(result: pd.decoding.DecodeResult, tokens: torch.Tensor) -> list[str]:
     return [decode([token]) or {256: "⟨end⟩"}[token] for token in tokens.tolist()]
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", [name for name in METHODS if not (METHODS[name].wing == "planned")])
 def test_the_last_step_shows_the_result(method: str, tmp_path: Path) -> None:
     result = run(method)

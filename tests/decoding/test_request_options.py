@@ -36,6 +36,7 @@ def cut(tokens: list[int], stop: list[int]) -> list[int]:
     return tokens[: ends[0]] if ends else tokens
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", TEXTS)
 def test_sequences_of_tokens_end_texts(method: str) -> None:
     """Wherever in a draft or a block they are complete."""
@@ -67,6 +68,7 @@ class Third(transformers.StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([sum(token % 2 for token in text[len(prompt) :]) >= 3])
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", TEXTS)
 def test_criteria_are_asked_about_every_token(method: str) -> None:
     model, options = example(METHODS[method]), options_of(method)
@@ -81,6 +83,7 @@ def test_criteria_are_asked_about_every_token(method: str) -> None:
     assert lists(generate(model, BATCH, METHODS[method], stopping_criteria=Third(BATCH), **options).tokens) == found
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", TEXTS)
 def test_time_ends_texts(method: str) -> None:
     """With what the step under way made final."""
@@ -93,7 +96,7 @@ def test_time_ends_texts(method: str) -> None:
     assert lists(generate(model, BATCH, METHODS[method], max_time=600, **options).tokens) == whole
 
 
-@pytest.mark.covering
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("page_size", [None, 3])
 def test_several_texts_of_a_prompt(method: str, page_size: int | None) -> None:

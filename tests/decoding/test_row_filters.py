@@ -356,6 +356,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_follows_bias_and_suppression(method: str) -> None:
     model, batch = example(METHODS[method]), [[3, 1, 4, 1, 5], [2]]
@@ -375,6 +376,7 @@ def test_every_method_follows_bias_and_suppression(method: str) -> None:
     assert all((ids[0], ids[4]) == (3, 2) for ids in found.tokens)
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].wing != "planned"])
 def test_no_end_token_before_the_minimum(method: str) -> None:
     model, batch = example(METHODS[method]), [[3, 1, 4, 1, 5], [2]]

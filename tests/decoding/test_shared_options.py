@@ -137,7 +137,7 @@ KINDS = [(method, "wrapped", name) for method in CAUSAL for name in OPTIONS]
 KINDS += [(method, "function", name) for method in (*CAUSAL, *MASKED) for name in OPTIONS]
 
 
-@pytest.mark.covering
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize(("method", "kind", "name"), [case for case in KINDS if runs(*case)])
 def test_kinds_of_models_give_the_same(method: str, kind: str, name: str) -> None:
     options, make = OPTIONS[name], causal if method in CAUSAL else masked

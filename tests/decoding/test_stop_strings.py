@@ -26,6 +26,7 @@ def words(size: int, special: list[int]) -> JsonTokenizer:
     return JsonTokenizer.of(made, "words")
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", [name for name in NAMES if METHODS[name].wing != "planned"])
 def test_a_special_token_ends_a_text_in_every_method(method: str) -> None:
     model, options = with_text(method), SIZES.get(method, {}) | {"max_new_tokens": 8, "end_tokens": ()}

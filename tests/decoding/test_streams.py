@@ -46,6 +46,7 @@ def run(method: str, prompt: Any, **options: Any) -> Any:
     return generate(model_for(method), prompt, method, max_new_tokens=LIMIT, end_tokens=(), **options)
 
 
+@pytest.mark.covering(share=3)
 @pytest.mark.parametrize("method", available())
 def test_every_sequence_has_its_own_stream(method: str) -> None:
     together = run(method, [PROMPT] * 4, seed=7)

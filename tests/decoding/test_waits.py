@@ -51,7 +51,7 @@ def watched(method: str | pd.decoding.Method, options: dict[str, Any]) -> tuple[
     return log, stats
 
 
-@pytest.mark.covering(of=["method"])
+@pytest.mark.covering(of=["method"], share=3)
 @pytest.mark.parametrize(  # of planning methods the last test here is the fast one
     ("method", "options"),
     [*STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in (("planned", {}), *RELEASED))],

@@ -3,6 +3,8 @@
     @pytest.mark.covering                 every value of each parameter occurs in some fast case
     @pytest.mark.covering(2)              every pair of values of two parameters that occurs at all
     @pytest.mark.covering(of=["method"])  every value of these parameters, each with some values of the others
+    @pytest.mark.covering(share=3)        every third of these. Which ones depends on the name of the test: where many tests go through
+                                          all methods, each has methods of every kind, and each method has a third of the tests
 
 Cases are chosen in order, always the first of those that bring most that is new: the same in every process. Those that are slow
 anyway are not among them.
@@ -14,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -42,7 +45,9 @@ def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
     for cases in functions.values():
         marker = cases[0].get_closest_marker("covering")
         names = marker.kwargs.get("of", cases[0].callspec.params)
-        fast = set(covering([{name: case.callspec.params[name] for name in names} for case in cases], *marker.args))
+        chosen = covering([{name: case.callspec.params[name] for name in names} for case in cases], *marker.args)
+        share = marker.kwargs.get("share", 1)
+        fast = set(chosen[crc32(cases[0].originalname.encode()) % share :: share])
         for number, case in enumerate(cases):
             if number not in fast:
                 case.add_marker(pytest.mark.slow)

@@ -9,14 +9,14 @@ from hypothesis import settings
 from hypothesis.internal.detection import is_hypothesis_test
 
 # Of each property: this part, and so many at least.
-SHARE = 0.2
-LEAST = 8
+SHARE = 0.1
+LEAST = 6
 
 
 def number_of_fast(examples: int) -> int:
     """
     >>> [number_of_fast(number) for number in (3, 12, 60, 1000)]
-    [3, 8, 12, 200]
+    [3, 6, 6, 100]
     """
     return max(min(examples, LEAST), round(SHARE * examples))
 

@@ -47,7 +47,7 @@ MUTATIONS = {
         "rest = (p - q).clamp(min=0)", "rest = (p - q).abs()", "decoding/test_linear_self_speculation.py"
     ),
     "an end token does not end a draft": Mutation(
-        "masked_fill_(verdict.ended | no_choice, 0)", "masked_fill_(no_choice, 0)", "decoding/test_contract.py"
+        "masked_fill_(verdict.ended | no_choice, 0)", "masked_fill_(no_choice, 0)", "decoding/test_usual.py"
     ),
     "the last token of a prompt runs with its pieces": Mutation(
         "min(count, len(prompt) - 1 - self.known)",
@@ -66,7 +66,7 @@ MUTATIONS = {
     "a repeated token of the prompt counts as the prompt's alone": Mutation(
         "prompt = self.known & (table.gather(1, ids) == 0)",
         "prompt = self.known & ~self.generated",
-        "decoding/test_repetition.py",
+        "decoding/test_row_filters.py",
     ),
     "bad words ignore the first token of a text": Mutation(
         "masked_fill(there < 0, -1)", "masked_fill(there < 1, -1)", "decoding/test_row_filters.py"
@@ -123,23 +123,30 @@ def copy_checkout() -> None:
             os.link(file, target)
 
 
+def failed(*tests: str) -> str:
+    """The first of the fast tests that fails in the copy; empty if none does."""
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(COPY), os.environ.get("PYTHONPATH", "")])}
+    answer = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False)
+    if answer.returncode not in (0, 1):
+        raise RuntimeError(answer.stdout[-2000:] + answer.stderr[-2000:])
+    reported = [text for text in answer.stdout.splitlines() if text.startswith(("FAILED ", "ERROR "))]
+    return reported[0].split(" - ")[0].split(" ", 1)[1] if reported else ""
+
+
 def found(mutation: Mutation) -> str:
-    """The test that fails; empty if none does."""
+    """The test that fails with the fault and passes without it; empty if there is none."""
     (file,) = lines(mutation, COPY)
     sound = file.read_text()
     file.unlink()  # a link to the file of the checkout
     file.write_text(sound.replace(mutation.line, mutation.fault))
     try:
-        tests = [f"tests/{name}" for name in mutation.tests.split()]
-        command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(COPY), os.environ.get("PYTHONPATH", "")])}
-        answer = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False)
+        test = failed(*(f"tests/{name}" for name in mutation.tests.split()))
     finally:
         file.write_text(sound)
-    if answer.returncode not in (0, 1):
-        raise RuntimeError(answer.stdout[-2000:] + answer.stderr[-2000:])
-    failed = [text for text in answer.stdout.splitlines() if text.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if failed else ""
+    if test and failed(test):
+        raise RuntimeError(f"tests.harness.mutations: {test} fails without a planted fault too.")
+    return test
 
 
 def main(names: list[str]) -> None:

@@ -46,3 +46,17 @@ def test_the_fast_cases_of_a_test_and_of_one_by_its_name(pytester: pytest.Pytest
     )
     pytester.inline_run("-m", "not slow", file).assertoutcome(passed=3 + 2 + 2)
     pytester.inline_run(file).assertoutcome(passed=8 + 2 + 10)
+
+
+def test_a_share_of_the_cases_is_another_one_in_each_test(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n  slow\n  covering")
+    pytester.makeconftest("from tests.harness.covering import mark_the_rest_slow as pytest_collection_modifyitems")
+    names = "abcdefgh"
+    tests = (
+        f"@pytest.mark.covering(share=3)\n@pytest.mark.parametrize('n', range(7))\ndef test_{name}(n): pass\n"
+        for name in names
+    )
+    items, _ = pytester.inline_genitems(pytester.makepyfile("import pytest\n" + "".join(tests)))
+    fast = {item.name for item in items if not item.get_closest_marker("slow")}
+    chosen = {tuple(n for n in range(7) if f"test_{name}[{n}]" in fast) for name in names}
+    assert chosen == {(0, 3, 6), (1, 4), (2, 5)}

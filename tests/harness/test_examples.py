@@ -7,7 +7,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 
-@pytest.mark.parametrize(("options", "many"), [(["-m", "not slow"], 40), ([], 200)])
+@pytest.mark.parametrize(("options", "many"), [(["-m", "not slow"], 20), ([], 200)])
 def test_the_fast_tests_draw_a_part(options: list[str], many: int, pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers =\n  slow")
     pytester.makeconftest("from tests.conftest import pytest_collection_modifyitems")
