@@ -13,7 +13,7 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 test test-all compiled lint format types docs findings figures bench build wheel hf-kernels custom-generate sanitize clean
+.PHONY: help demo demo-smollm2 test test-all mutations compiled lint format types docs findings figures bench build wheel hf-kernels custom-generate sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -31,6 +31,9 @@ test: ## the tests: a few minutes
 
 test-all: ## the tests with all long sweeps
 	@PDKERNELS_COMPILED=ignore $(PYTEST)
+
+mutations: ## whether the fast tests of the decoders find planted faults
+	@$(WITH) test -m tests.harness.mutations
 
 COMPILED := tests/test_compile_budgets.py tests/test_issue_slots.py tests/predict tests/harness $(wildcard tests/ops/*_compiled.py) \
 	tests/ops/test_steady_loops.py tests/ops/test_triton_launches.py tests/ops/test_triton_specialisations.py

@@ -96,6 +96,16 @@ def test_tokens_that_are_taken_back(seed, batch, limit, block_size, per_block, r
     assert result.stats.forwards == max(one.forwards for one in expected)
 
 
+def test_what_may_be_taken_back_is_not_told() -> None:
+    heard: list[list[int]] = [[] for _ in BATCH]
+    options = {"max_new_tokens": 10, "steps": 10, "block_size": 5, "revise": 0.9, "end_tokens": ()}
+    texts = generate(
+        small_masked(1), BATCH, "llada", on_tokens=lambda number, ids, _: heard[number].extend(ids), **options
+    )
+    assert all(map(len, heard))
+    assert heard == [ids.tolist()[-len(told) :] for ids, told in zip(texts.tokens, heard, strict=True)]
+
+
 def test_taking_back_changes_texts() -> None:
     model, options = small_masked(1), {"max_new_tokens": 10, "steps": 5}
     final = generate(model, BATCH, "llada", **options)

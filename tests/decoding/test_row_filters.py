@@ -139,6 +139,11 @@ def prefixes(texts: list[list[int]], prompts: list[int], drafts: list[list[int]]
     )
 
 
+def test_the_last_tokens_of_a_prefix_begin_with_its_first_one() -> None:
+    rows = prefixes([[7], [1, 2, 3]], [1, 3], [[4, 5], [6, 0]], 8)
+    assert rows.tail(3).tolist() == [[[-1, 7, 4], [7, 4, 5]], [[2, 3, 6], [3, 6, 0]]]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),

@@ -92,7 +92,7 @@ MUTATIONS = {
         "self.drafted.lengths.copy_(read)", "read", "decoding/test_eagle.py"
     ),
     "a masked token that may be revised is reported as final": Mutation(
-        "canvas.final_end = first", "canvas.final_end = last", "decoding/test_streams.py decoding/test_slowfast.py"
+        "canvas.final_end = first", "canvas.final_end = last", "decoding/test_masked_options.py"
     ),
     "log-probabilities are those of the filtered model": Mutation(
         "return logits if found is None else found", "return logits", "decoding/test_request_options.py"
