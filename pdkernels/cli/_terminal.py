@@ -15,9 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pdkernels import models
-from pdkernels._validation import check, check_choice, message, refuse
-from pdkernels.decoding.methods import METHODS
-from pdkernels.evaluation.sweep import parse_value
+from pdkernels._validation import check, check_choice, message
 from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder
 from pdkernels.models.files.layout import DTYPES
 from pdkernels.models.text.tokenizers import Tokenizer
