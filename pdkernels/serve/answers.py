@@ -325,6 +325,9 @@ class Frontend:
         if body.provisional and not body.stream:
             raise Refused("provisional text comes in a stream", 400, "provisional")
         params = params.replace(n=1, grammar=grammar)
+        if "end_tokens" in body.settings():  # beside the model's, as vLLM has it
+            ends = dict.fromkeys((*self.engine.model.end_tokens, *(params.end_tokens or ())))
+            params = params.replace(end_tokens=tuple(ends))
         choices, tokenizer = list[Choice](), self.engine.model.tokenizer
         if tokenizer is None:
             raise Refused("this model has no tokenizer, and what it writes is no text", 400, "model")
