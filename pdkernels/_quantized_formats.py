@@ -34,7 +34,8 @@ _KINDS = tuple(FIELDS)
 class Layout(NamedTuple):
     """How codes and scales lie in memory, as csrc/common/quantized_layout.h describes it.
 
-    `scales`: a key of `FIELDS`. `bits` of a code: 4, 5, 6 or 8. `group_blocks`: blocks of 32 in a group, 0 for the whole width.
+    `scales`: a key of `FIELDS`. `bits` of a code: 4, 5, 6 or 8. `group_blocks`: blocks of 32 in a group, 0 for the
+    whole width.
     """
 
     scales: str
@@ -78,7 +79,8 @@ GGUF_LAYOUTS = {
 
 
 class Quantized(NamedTuple):
-    """A matrix as codes `(outputs, blocks * 32)` uint8, and the fields of its groups, each `(outputs, groups, count)`."""
+    """A matrix as codes `(outputs, blocks * 32)` uint8, and the fields of its groups, each `(outputs, groups,
+    count)`."""
 
     codes: Tensor
     fields: dict[str, Tensor]

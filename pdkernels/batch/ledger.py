@@ -1,7 +1,9 @@
-"""The results so far of a run over files of prompts: ``<output>.partial``, one line per prompt, locked by the run that writes it.
+"""The results so far of a run over files of prompts: ``<output>.partial``, one line per prompt, locked by the run that
+writes it.
 
-The first line identifies the run. Every other line has a checksum over the first line and itself, so a damaged line, or a line of
-another run, is never taken for a result. Damage is refused with an error; only a last line that a kill has cut off is deleted.
+The first line identifies the run. Every other line has a checksum over the first line and itself, so a damaged line, or
+a line of another run, is never taken for a result. Damage is refused with an error; only a last line that a kill has
+cut off is deleted.
 """
 
 from __future__ import annotations
@@ -177,7 +179,8 @@ class Ledger:
     def finish(self, prompts: Iterable[Prompt], write: Callable[[BinaryIO, Iterator[dict[str, Any]]], None]) -> None:
         """Writes the output, prompts and results together in their order, and deletes the ledger.
 
-        `write` writes rows to a file. After a kill at any moment there is the ledger, or the output, or both with equal contents.
+        `write` writes rows to a file. After a kill at any moment there is the ledger, or the output, or both with equal
+        contents.
         """
         unfinished = _unfinished(self.output)
         refuse_links(self.output)
@@ -202,7 +205,8 @@ class Ledger:
         self._file.close()
 
     def _publish(self, unfinished: Path) -> None:
-        """Renames the complete file, unless the name is taken by anything but a run that was killed before it deleted the ledger."""
+        """Renames the complete file, unless the name is taken by anything but a run that was killed before it deleted
+        the ledger."""
         try:
             os.link(unfinished, self.output, follow_symlinks=False)
         except FileExistsError:

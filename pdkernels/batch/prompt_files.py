@@ -192,9 +192,11 @@ _SAMPLED = 1 << 20
 
 
 def model_identity(path: Path) -> str:
-    """A hash over the names and contents of a model's files; for a file above 1 MiB, over its size and the first 4 KiB of every MiB.
+    """A hash over the names and contents of a model's files; for a file above 1 MiB, over its size and the first 4 KiB
+    of every MiB.
 
-    Training changes every matrix, so a sample detects it, and 14 GB take a second. Dates are ignored: a copy is the same model.
+    Training changes every matrix, so a sample detects it, and 14 GB take a second. Dates are ignored: a copy is the
+    same model.
     """
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:

@@ -2,9 +2,10 @@
 
     report = generate_files("prompts.jsonl", "texts.jsonl", "tiny-trimode", "linear_self_speculation", workers=2)
 
-Each worker is a process with its own copy of the model, on any machine of the Ray cluster, and gets one batch after another. The calling
-process writes the results (`prompt_files`), so a worker needs the model's files but no shared folder. If a worker dies, Ray sends its batch
-again, up to three times; a result is written once. If the calling process dies, the same call resumes the run.
+Each worker is a process with its own copy of the model, on any machine of the Ray cluster, and gets one batch after
+another. The calling process writes the results (`prompt_files`), so a worker needs the model's files but no shared
+folder. If a worker dies, Ray sends its batch again, up to three times; a result is written once. If the calling process
+dies, the same call resumes the run.
 
 Needs ``ray[data]`` 2.60 for `workers` above 0.
 """
@@ -120,7 +121,8 @@ class Worker:
             self.refused = error  # for the caller; raised here, Ray would wrap it and start the worker again
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Processes a row of Ray Data. Prompts and results are JSON, which can encode any text. Errors are returned to the caller."""
+        """Processes a row of Ray Data. Prompts and results are JSON, which can encode any text. Errors are returned to
+        the caller."""
         (content,) = batch["prompts"]
         error, results = b"", []
         try:
@@ -130,7 +132,8 @@ class Worker:
         return {"results": [json.dumps(results)], "worker": [self.name], "error": [error]}
 
     def generate(self, prompts: list[tuple[int, Any]]) -> list[Result]:
-        """Results of ``(index, prompt)``. Sampling is keyed by the index, whatever the batch; a failing prompt does not affect others."""
+        """Results of ``(index, prompt)``. Sampling is keyed by the index, whatever the batch; a failing prompt does not
+        affect others."""
         if self.refused is not None:
             raise self.refused
         try:
@@ -154,7 +157,8 @@ class Worker:
         return [(number, text, len(tokens), "") for (number, _), text, tokens in lines]
 
     def _check_settings(self) -> None:
-        """Raises the error of settings that fail for every prompt, so that it is not recorded as the error of each prompt."""
+        """Raises the error of settings that fail for every prompt, so that it is not recorded as the error of each
+        prompt."""
         tokenizer = self.model.tokenizer
         prompt: Any = (tokenizer.encode("a") if tokenizer is not None else None) or [0]
 
@@ -224,34 +228,38 @@ def generate_files(
 
     Args:
         prompts: paths that end in ``.jsonl`` (an object a line), ``.txt`` (a prompt a line) or ``.parquet``.
-        output: ``.jsonl`` or ``.parquet``: the fields of each prompt, its ``text``, and the number of its ``tokens``. The file
-            appears when it is complete; until then ``<output>.partial`` holds the results, and the same call resumes the run. The
-            prompts, the column, the model's files, the adapter, the method, the options, the seed, dtype and device, `on_error` and
-            the version of this package have to be the same; `workers` and `batch_size` may differ.
+        output: ``.jsonl`` or ``.parquet``: the fields of each prompt, its ``text``, and the number of its ``tokens``.
+            The file appears when it is complete; until then ``<output>.partial`` holds the results, and the same call
+            resumes the run. The prompts, the column, the model's files, the adapter, the method, the options, the seed,
+            dtype and device, `on_error` and the version of this package have to be the same; `workers` and `batch_size`
+            may differ.
         model: an argument of `pdkernels.models.load` that is valid on the machines of all workers.
-        method: one of `pdkernels.decoding.available()`; None: that of `pdkernels.decoding.default_method` for the model.
+        method: one of `pdkernels.decoding.available()`; None: that of `pdkernels.decoding.default_method` for the
+            model.
         params: `SamplingParams` to start from; settings among the `options` come before its own.
-        workers: processes of a Ray cluster, each with a model. The cluster is that of ``ray.init`` or RAY_ADDRESS, or else one that
-            is started on this machine. 0: only this process, without Ray.
+        workers: processes of a Ray cluster, each with a model. The cluster is that of ``ray.init`` or RAY_ADDRESS, or
+            else one that is started on this machine. 0: only this process, without Ray.
         batch_size: prompts per generation.
         column: the field with a prompt: a text, or messages for the checkpoint's chat template.
         seed: of sampling, which depends on the index of a prompt, not on its batch or worker.
         dtype, device, adapter: as `pdkernels.models.load`.
-        on_error: "record" writes a prompt that cannot be generated from (too long, not UTF-8, no room in memory) with ``"text": null``,
-            ``"tokens": 0`` and the sentence as its ``error``, and continues; "stop" raises the error. Settings that fail for every prompt,
-            such as an option out of range, are raised in either case.
+        on_error: "record" writes a prompt that cannot be generated from (too long, not UTF-8, no room in memory) with
+            ``"text": null``, ``"tokens": 0`` and the sentence as its ``error``, and continues; "stop" raises the error.
+            Settings that fail for every prompt, such as an option out of range, are raised in either case.
         cpus, gpus: resources of a worker. None: a GPU if `device` is "cuda".
-        start_timeout: seconds until all workers have to be up. The first batch waits for them, so that all workers get batches.
+        start_timeout: seconds until all workers have to be up. The first batch waits for them, so that all workers get
+            batches.
         progress: called with the number of finished prompts and of all prompts.
-        **options: settings (the fields of `SamplingParams`, but for `n`, `logprobs`, `max_time`, functions and grammars), `overflow` and options
-            of the method, as for `pdkernels.decoding.generate`.
+        **options: settings (the fields of `SamplingParams`, but for `n`, `logprobs`, `max_time`, functions and
+            grammars), `overflow` and options of the method, as for `pdkernels.decoding.generate`.
 
     Returns:
         `GenerationReport`.
 
     Raises:
-        ValueError, TypeError: invalid files, fields or options, and errors of `generate` from any worker; an output that another call
-            is writing, that is a link, or whose ``.partial`` is damaged or belongs to another run. Nothing is changed in these cases.
+        ValueError, TypeError: invalid files, fields or options, and errors of `generate` from any worker; an output
+            that another call is writing, that is a link, or whose ``.partial`` is damaged or belongs to another run.
+            Nothing is changed in these cases.
         NotImplementedError: a setting that files of texts, or the method, do not follow.
         OSError: an output that cannot be written, as on a full disk. Finished results are kept.
         ImportError: without Ray, or without pyarrow for Parquet.
@@ -290,7 +298,8 @@ def generate_files(
     name = str(Path(model).absolute()) if Path(model).exists() else os.fspath(model)
     loading: dict[str, Any] = {"dtype": dtype, "device": device}
     if adapter is not None:
-        # The name of a model in the package stays a name; a path becomes absolute, so that workers find it from any folder.
+        # The name of a model in the package stays a name; a path becomes absolute, so that workers find it from any
+        # folder.
         loading["adapter"] = (
             adapter if isinstance(adapter, str) and not Path(adapter).exists() else Path(adapter).absolute()
         )

@@ -56,7 +56,8 @@ def batch(
 ) -> None:
     """Generate for all prompts of files. The same command resumes an interrupted run.
 
-    Exit code 0: every prompt has a text. 1: some have an error instead, or the run could not finish. 2: the arguments were refused.
+    Exit code 0: every prompt has a text. 1: some have an error instead, or the run could not finish. 2: the arguments
+    were refused.
     """
     console = Console(stderr=True, highlight=False)
     with (

@@ -62,7 +62,8 @@ class Chat:
         interrupts = 0
 
         def interrupt(*_: Any) -> None:
-            """The first interrupt waits for the end of a forward, so that the line is complete; a second one does not."""
+            """The first interrupt waits for the end of a forward, so that the line is complete; a second one does
+            not."""
             nonlocal interrupts
             interrupts += 1
             if interrupts > 1:
@@ -154,8 +155,8 @@ def chat(
             options = {**defaults, **options}
         elif method == "jacobi":
             options.setdefault("draft", "lookup")
-        # A first, hidden answer absorbs the start-up cost, that of measuring included, and refuses unsupported options before the
-        # first question. Three tokens have room for a draft.
+        # A first, hidden answer absorbs the start-up cost, that of measuring included, and refuses unsupported options
+        # before the first question. Three tokens have room for a draft.
         method_entry = decoding.find(method)
         suggestion = {
             name: value
@@ -200,7 +201,8 @@ def talk(console: Console, chat: Chat) -> None:
 
 
 def questions(console: Console) -> Iterator[str]:
-    """Lines from the terminal, with line editing where Python has it, or lines of a pipe, each echoed before its answer."""
+    """Lines from the terminal, with line editing where Python has it, or lines of a pipe, each echoed before its
+    answer."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             console.print(Text(f"> {visible(line.strip())}", "bold"), soft_wrap=True)

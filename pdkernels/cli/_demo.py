@@ -1,4 +1,5 @@
-"""``python -m pdkernels demo``: a pretrained model answers questions token by token, with drafts, and in transformers."""
+"""``python -m pdkernels demo``: a pretrained model answers questions token by token, with drafts, and in
+transformers."""
 
 from __future__ import annotations
 

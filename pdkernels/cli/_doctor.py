@@ -1,4 +1,5 @@
-"""``python -m pdkernels doctor``: versions, compiled kernels, huge pages, and whether another number of threads would currently be faster."""
+"""``python -m pdkernels doctor``: versions, compiled kernels, huge pages, and whether another number of threads would
+currently be faster."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _CLEARLY = 1.2
 
 
 def doctor() -> None:
-    """Show versions, what was compiled, what each op uses on each device, huge pages, and whether another number of threads would be faster."""
+    """Show versions, what was compiled, what each op uses on each device, huge pages, and whether another number of
+    threads would be faster."""
     with errors_reported():
         typer.echo(show_config())
         typer.echo("\n".join(memory_lines()))
@@ -38,7 +40,8 @@ def memory_lines() -> list[str]:
 
 
 def thread_advice(threads: int, measure: Callable[[int], float] | None = None) -> list[str]:
-    """The time of a decoding step on one thread, and on all that torch uses or, if that is one, on all cores; with advice.
+    """The time of a decoding step on one thread, and on all that torch uses or, if that is one, on all cores; with
+    advice.
 
     >>> thread_advice(2, {1: 0.002, 2: 0.1}.__getitem__)[-1]
     'Fewer threads are faster: pass --threads 1, or set OMP_NUM_THREADS=1.'

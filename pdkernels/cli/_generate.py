@@ -175,7 +175,8 @@ def _run(
     console: Output, model: Any, prompt: str, method: str, params: SamplingParams, options: dict[str, Any]
 ) -> DecodeResult[torch.Tensor, str]:
     chosen = decoding.find(method)
-    # A few hidden tokens after a short prompt, so that no method pays for the start of the process. A grammar may need more of them.
+    # A few hidden tokens after a short prompt, so that no method pays for the start of the process. A grammar may need
+    # more of them.
     hidden = params.replace(max_new_tokens=min(4, params.max_new_tokens), grammar=None)
     decoding.generate(model, prompt[:100], chosen, params=hidden, **options)
     console.heading(Rule(Text(method, "bold"), align="left", style="dim"))

@@ -121,7 +121,8 @@ def serve(
         }
         engine = Engine(language_model, max_running=max_running, max_waiting=max_waiting, **sizes)
         with engine:
-            # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first request.
+            # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first
+            # request.
             engine.submit([0], decoding.find(method), max_new_tokens=_canvas(method, engine), **options).result()
             for kind, one in heads:
                 engine.submit([0], decoding.find(kind), max_new_tokens=1, drafter=one).result()

@@ -1,4 +1,5 @@
-"""The settings of a request, the fields of `SamplingParams`, as options of a command; and options in the form NAME=VALUE."""
+"""The settings of a request, the fields of `SamplingParams`, as options of a command; and options in the form
+NAME=VALUE."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ _JSON: tuple[Kind, ...] = ("sequences", "numbers by token", "tokens by place")
 
 
 def takes_settings(refused: Mapping[str, str]) -> Callable[[Command], Command]:
-    """Gives a command that takes ``**typed`` an option for each setting that it has no parameter for; the help leaves out those that are
-    `refused`. Functions cannot be typed."""
+    """Gives a command that takes ``**typed`` an option for each setting that it has no parameter for; the help leaves
+    out those that are `refused`. Functions cannot be typed."""
 
     def decorate(command: Command) -> Command:
         *parameters, _ = inspect.signature(command, eval_str=True).parameters.values()
@@ -113,8 +114,8 @@ def read_settings(
 def assigned_options(
     command: str, assignments: Sequence[str], typed_flags: Collection[str] = (), reserved: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Parses options in the form NAME=VALUE; a value is JSON, or a value as in a sweep. `taken`: options that were set by flags;
-    `reserved`: arguments that the command sets.
+    """Parses options in the form NAME=VALUE; a value is JSON, or a value as in a sweep. `taken`: options that were set
+    by flags; `reserved`: arguments that the command sets.
 
     >>> assigned_options("generate", ["block-size=8", 'stop_strings=["a", "b"]', "threshold=none", "order=entropy"])
     {'block_size': 8, 'stop_strings': ['a', 'b'], 'threshold': None, 'order': 'entropy'}

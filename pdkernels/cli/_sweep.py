@@ -1,5 +1,5 @@
-"""`eval --sweep`: combinations of options on the same prompts, saved as they come, so that a long sweep can be interrupted and
-resumed."""
+"""`eval --sweep`: combinations of options on the same prompts, saved as they come, so that a long sweep can be
+interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def run_sweep(
     resume: bool,
     plot: Path | None,
 ) -> None:
-    """Measures, prints, writes JSON and draws. With `resume`, measurements of the same sweep in `path` are not repeated."""
+    """Measures, prints, writes JSON and draws. With `resume`, measurements of the same sweep in `path` are not
+    repeated."""
     candidates = evaluation.sweep_candidates(loaded, [evaluation.parse_sweep(text) for text in swept], methods)
     if max_rows is not None:
         candidates, left_out = evaluation.without_many_rows(candidates, max_rows)

@@ -98,7 +98,8 @@ def report(error: BaseException) -> None:
 
 
 FLAGS: dict[str, str] = {}
-"""What is typed for each argument in Python: "--max-new-tokens" for "max_new_tokens", "--option pool=" for an option of a method."""
+"""What is typed for each argument in Python: "--max-new-tokens" for "max_new_tokens", "--option pool=" for an option of
+a method."""
 
 
 def in_flags(text: str, flags: Mapping[str, str]) -> str:
@@ -134,8 +135,8 @@ def show_warning(warning: Warning | str, *_: Any, **__: Any) -> None:
 
 @contextmanager
 def errors_reported(output: Output | None = None) -> Iterator[None]:
-    """Turns errors into one sentence. Exit code 2 is for arguments that were refused before `output` printed anything, 1 for other
-    failures, such as a full disk."""
+    """Turns errors into one sentence. Exit code 2 is for arguments that were refused before `output` printed anything,
+    1 for other failures, such as a full disk."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, ImportError, OSError, RuntimeError) as error:
@@ -170,7 +171,8 @@ def load(
 def load_drafter(
     command: str, model: str, target: Any, drafter: str, device: str, dtype: str | None
 ) -> tuple[str, Any]:
-    """A drafter that the command line names, for the `target` that it calls `model`, after the method that it is for."""
+    """A drafter that the command line names, for the `target` that it calls `model`, after the method that it is
+    for."""
     FLAGS["name_or_path"] = "--drafter"  # in the errors of both loaders
     if drafter_method(drafter) or is_own_folder(model, drafter):
         head = models.load_drafter(drafter, target)

@@ -21,7 +21,8 @@ def checked_block_size(op: str, value: BlockSize, most: int) -> tuple[int, bool]
 
 
 def step_costs(model: Any, slots: int, guess: float = 0.0, draft: float = 0.0) -> list[float]:
-    """Seconds of steps with 1 .. `slots` rows, of which each but the first takes `guess` seconds to draft, or all of them `draft`."""
+    """Seconds of steps with 1 .. `slots` rows, of which each but the first takes `guess` seconds to draft, or all of
+    them `draft`."""
     if slots == 1:  # nothing to choose, and so nothing to measure
         return [1.0]
     inner = getattr(model, "model_itself", model)  # without filters, whose functions expect the texts of the call

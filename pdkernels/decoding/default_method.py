@@ -19,18 +19,18 @@ def default_method(
 ) -> tuple[str, dict[str, Any]]:
     """The method for a model when the caller names none, and its options.
 
-    A model that was trained for a method gets it. Any other decodes token by token, with drafts that are looked up in the text, as far
-    as they pay: these never change the tokens, and without a match a forward has one row, as without drafts. A model with a drafter
-    uses it: a head, if it has both a head and a second model.
+    A model that was trained for a method gets it. Any other decodes token by token, with drafts that are looked up in
+    the text, as far as they pay: these never change the tokens, and without a match a forward has one row, as without
+    drafts. A model with a drafter uses it: a head, if it has both a head and a second model.
 
     Args:
         model: as for `generate`.
-        options: names of those that the caller gives, which come before the choice's own; with `draft` or `window` the choice has no
-            `block_size`. For one that only decoders of recurrent
-            depth have, such as `init_scale`, the method is "recurrent_static".
+        options: names of those that the caller gives, which come before the choice's own; with `draft` or `window` the
+            choice has no `block_size`. For one that only decoders of recurrent depth have, such as `init_scale`, the
+            method is "recurrent_static".
         name: the name that the model was loaded by. Only tiny-jacobi is recognised by it.
-        several: whether many prompts share a forward. Then nothing is looked up: forwards become fewer only where all of them
-            accept drafts, and every draft adds rows.
+        several: whether many prompts share a forward. Then nothing is looked up: forwards become fewer only where all
+            of them accept drafts, and every draft adds rows.
 
     Returns:
         The method's name, and the options that the choice includes.
@@ -59,7 +59,8 @@ def default_method(
 
 
 def _has_row_times(model: Any) -> bool:
-    """Whether the times of its forwards say what drafts cost: not those of a function, nor those of one of several ranks."""
+    """Whether the times of its forwards say what drafts cost: not those of a function, nor those of one of several
+    ranks."""
     return hasattr(model, "parameters") and not hasattr(getattr(model, "model_itself", model), "ranks")
 
 

@@ -44,7 +44,8 @@ def available() -> tuple[str, ...]:
 
 
 def find(method: str) -> Method:
-    """The facts about a method. `generate` also takes it, for names known only at run time: type checkers then allow any options.
+    """The facts about a method. `generate` also takes it, for names known only at run time: type checkers then allow
+    any options.
 
     >>> find("jacobi").options["window"].help
     'keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.'
@@ -94,7 +95,8 @@ def supports(method: str, model: Any) -> bool:
 
 
 def _documented(function: Callable[..., DecodeResult[Any, Any]]) -> Generate:
-    """`generate`, typed, with the settings in its signature, and a docstring that ends with settings, methods and options."""
+    """`generate`, typed, with the settings in its signature, and a docstring that ends with settings, methods and
+    options."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     settings = [inspect.Parameter(name, keyword, default=setting.default) for name, setting in SETTINGS.items()]
     *arguments, options = inspect.signature(function).parameters.values()
@@ -132,35 +134,37 @@ def generate(
     Args:
         model: one of `pdkernels.models`, or your own model with the members that the method's protocol names
             (docs/own_models.md); `pdkernels.models.from_callable` makes one from a function.
-        prompt: text (for a model with a tokenizer), token ids as an integer tensor or NumPy array of shape ``(n,)`` or ``(1, n)``,
-            or a list of ints; a list of any of these is a batch. Or messages, each with a "role" and a "content", for the
-            checkpoint's chat template. Or the output of a tokenizer: a mapping with `input_ids` and optionally
-            `attention_mask`, one row of which is a single prompt. Prompts of a batch may differ in length; none may be empty.
+        prompt: text (for a model with a tokenizer), token ids as an integer tensor or NumPy array of shape ``(n,)`` or
+            ``(1, n)``, or a list of ints; a list of any of these is a batch. Or messages, each with a "role" and a
+            "content", for the checkpoint's chat template. Or the output of a tokenizer: a mapping with `input_ids` and
+            optionally `attention_mask`, one row of which is a single prompt. Prompts of a batch may differ in length;
+            none may be empty.
         method: one of `available()`, or a `Method` returned by `find`.
         on_tokens: called as ``on_tokens(sequence, ids, accepted)`` whenever a sequence of the batch has new tokens;
-            the first `accepted` of `ids` were accepted drafts, the others are the model's own. Method "planned" also passes chunks,
-            as `ChunkTokens`, in the order of completion.
+            the first `accepted` of `ids` were accepted drafts, the others are the model's own. Method "planned" also
+            passes chunks, as `ChunkTokens`, in the order of completion.
         trace: record every draft, its predictions and what was accepted in ``stats.trace``.
-        overflow: "error" refuses a prompt that with `max_new_tokens` exceeds the model's ``config.max_positions``, "warn"
-            continues.
+        overflow: "error" refuses a prompt that with `max_new_tokens` exceeds the model's ``config.max_positions``,
+            "warn" continues.
         infill: also fill mask tokens inside prompts, for methods on bidirectional models. The result then is the whole
             text, the prompt included, and end tokens count only after the prompt; `max_new_tokens` may be 0.
         params: `SamplingParams` to start from; settings among the `options` come before its own.
-        **options: settings (the fields of `SamplingParams`) and options of the method, both below; `method_options` lists the latter's names.
+        **options: settings (the fields of `SamplingParams`) and options of the method, both below; `method_options`
+            lists the latter's names.
 
     Returns:
-        `DecodeResult` with the new tokens only (but see `infill`), their text and the stats: a tensor and a string for a single prompt,
-        lists of those for a batch.
+        `DecodeResult` with the new tokens only (but see `infill`), their text and the stats: a tensor and a string for
+        a single prompt, lists of those for a batch.
 
     Raises:
-        ValueError: an unknown method; a prompt that is empty or too long; ids outside the vocabulary; an option out of range;
-            logits that are NaN, +inf or leave no possible token.
+        ValueError: an unknown method; a prompt that is empty or too long; ids outside the vocabulary; an option out of
+            range; logits that are NaN, +inf or leave no possible token.
         TypeError: an unknown option; an argument of the wrong type; a model without a member that the method needs.
         NotImplementedError: a setting that the method does not follow.
 
     The forward over the prompt counts as a forward. Lossless methods (`is_lossless`) change only the cost of tokens: at
-    temperature 0 (and `ensemble_weight` 1) they emit the tokens of greedy autoregressive decoding, if logits do not depend on
-    the number of rows in a forward. Above it they sample from the model's own distribution.
+    temperature 0 (and `ensemble_weight` 1) they emit the tokens of greedy autoregressive decoding, if logits do not
+    depend on the number of rows in a forward. Above it they sample from the model's own distribution.
 
     Example:
         >>> import torch
@@ -230,14 +234,15 @@ def prepare(
 
 
 def stream(model: Any, prompt: Prompts, method: str | Method = "autoregressive", **options: Any) -> Stream:
-    """`generate` as an iterator over pieces of text, each as soon as its tokens are final; for loops without a callback.
+    """`generate` as an iterator over pieces of text, each as soon as its tokens are final; for loops without a
+    callback.
 
     Args:
         model, prompt, method, options: as for `generate`, without `on_tokens`.
 
     Returns:
-        An iterator of `Piece`. Its `result` is that of `generate`, after the last piece; `close`, or the end of a ``with`` block, ends the
-        generation early. Errors of `generate` are raised by the loop.
+        An iterator of `Piece`. Its `result` is that of `generate`, after the last piece; `close`, or the end of a
+        ``with`` block, ends the generation early. Errors of `generate` are raised by the loop.
 
     Example:
         >>> import pdkernels as pd

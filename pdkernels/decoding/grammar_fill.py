@@ -1,7 +1,8 @@
-"""Masked positions filled under a grammar: each alone, by what the grammar allows there, or several by their most probable completion.
+"""Masked positions filled under a grammar: each alone, by what the grammar allows there, or several by their most
+probable completion.
 
-Tokens that are drawn position by position may exclude each other. Then the most confident ones stay, and the others are drawn again from what
-is still allowed, so that a step fills the positions that it would fill without a grammar.
+Tokens that are drawn position by position may exclude each other. Then the most confident ones stay, and the others are
+drawn again from what is still allowed, so that a step fills the positions that it would fill without a grammar.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Guessed(NamedTuple):
 def joint_guesses(
     grammar: GrammarRows, canvases: Sequence[list[int]], guessed: Guessed, ids: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`ids` and `probs` ``(batch, R)`` with the most probable completions, for the grammars that ask for them, and their probabilities."""
+    """`ids` and `probs` ``(batch, R)`` with the most probable completions, for the grammars that ask for them, and
+    their probabilities."""
     ids, probs = ids.clone(), probs.clone()
     for sequence, canvas in enumerate(canvases):
         if not grammar.is_joint(sequence):
@@ -61,7 +63,8 @@ def joint_guesses(
 def settle_(
     grammar: GrammarRows, canvases: Sequence[Tensor], before: Sequence[list[int]], guessed: Guessed, confidence: Tensor
 ) -> None:
-    """Replaces tokens of `canvases`, one for each sequence, that exclude each other, in place; `before`: the canvases before they were filled."""
+    """Replaces tokens of `canvases`, one for each sequence, that exclude each other, in place; `before`: the canvases
+    before they were filled."""
     places, row_confidence = guessed.places.tolist(), confidence.tolist()
     for sequence, canvas in enumerate(canvases):
         row_of = {place: row for row, place in enumerate(places[sequence]) if place >= 0}

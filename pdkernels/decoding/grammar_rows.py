@@ -1,8 +1,8 @@
 """The tokens that a grammar allows in each row of a forward, for the sequences of a session.
 
-A row of a draft has the state after the draft before it, so a rejected draft leaves nothing to undo. A row that guesses a masked position gets
-the tokens with which the masks around it can still be filled: the known tokens of its canvas lead one way, its masks every
-way (`TokenAutomaton.places`).
+A row of a draft has the state after the draft before it, so a rejected draft leaves nothing to undo. A row that guesses
+a masked position gets the tokens with which the masks around it can still be filled: the known tokens of its canvas
+lead one way, its masks every way (`TokenAutomaton.places`).
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ class GrammarRows:
         places_of: dict[tuple[int, ...], list[list[int]]],
         bits: Tensor,
     ) -> None:
-        """A row of a mask: what may stand at its `position` of the tokens that it sees, of which `before` come earlier in the text."""
+        """A row of a mask: what may stand at its `position` of the tokens that it sees, of which `before` come earlier
+        in the text."""
         if sees not in places_of:
             canvas = self.canvas(sees)[: max(0, text.limit - before)]
             budget = text.limit - before - len(canvas)
@@ -173,7 +174,8 @@ class GrammarRows:
 
         Args:
             known: the new tokens before the canvas.
-            before, after: a canvas before and after a step, masks included; positions past the limit of the text do not count.
+            before, after: a canvas before and after a step, masks included; positions past the limit of the text do not
+                count.
             confidence: of the filled positions: those of the greatest keep their tokens.
             redraw: gives another token for a position.
         """
@@ -202,7 +204,8 @@ class GrammarRows:
         return result
 
     def joint(self, sequence: int, prefix: Sequence[int], tokens: Sequence[int], scores: Tensor) -> list[int]:
-        """The most probable valid completion of a canvas; empty if there is none, or its grammar is filled position by position.
+        """The most probable valid completion of a canvas; empty if there is none, or its grammar is filled position by
+        position.
 
         `scores`: log-probabilities ``(masks, V)`` of its masks up to the limit of the text.
         """

@@ -20,7 +20,8 @@ Wing = Literal["causal", "recurrent", "masked", "planned"]
 
 
 class WingFacts(NamedTuple):
-    """A wing of decoders: a trained model in the package that demonstrates it, and the members of a model that its methods use."""
+    """A wing of decoders: a trained model in the package that demonstrates it, and the members of a model that its
+    methods use."""
 
     example: str
     protocol: type
@@ -42,13 +43,15 @@ class SharedOptions:
         allow_mask_token: whether the model may emit its mask token; by default it cannot.
         recurrences: how many recurrences the prompt and every token get; None: as many as the model was trained for.
         init_scale: factor of a recurrent-depth model's initial states; 0 starts from zeros.
-        kept_recurrences: how many recurrences of a token have their own K and V in the cache. Recurrence t of later tokens reads number t
-            modulo this, or the last one of a token that stopped earlier. 1 shares one among all, 0 keeps all.
-        core_noise: share of noise, of standard deviation 1, in a state at the beginning of every recurrence but the first.
-        core_noise_schedule: how that share falls with the number t of the recurrence: "harmonic" as 1 / (1 + t), "root" as the square
-            root of that, "linear" down to 0 after the last recurrence, "constant" not at all.
-        new_state: "fresh" starts a token's recurrences from the initial state of its position, "copied" from the last state of the token
-            before it.
+        kept_recurrences: how many recurrences of a token have their own K and V in the cache. Recurrence t of later
+            tokens reads number t modulo this, or the last one of a token that stopped earlier. 1 shares one among all,
+            0 keeps all.
+        core_noise: share of noise, of standard deviation 1, in a state at the beginning of every recurrence but the
+            first.
+        core_noise_schedule: how that share falls with the number t of the recurrence: "harmonic" as 1 / (1 + t), "root"
+            as the square root of that, "linear" down to 0 after the last recurrence, "constant" not at all.
+        new_state: "fresh" starts a token's recurrences from the initial state of its position, "copied" from the last
+            state of the token before it.
         page_size: slots per page of the KV cache; None keeps the cache contiguous.
     """
 
@@ -120,13 +123,14 @@ class Method:
 
     Attributes:
         name: as passed to `generate`.
-        decode: fills a session; its keyword-only parameters are the options. One that spends more than a forward on a draft
-            returns the forwards its sequences took part in, summed.
+        decode: fills a session; its keyword-only parameters are the options. One that spends more than a forward on a
+            draft returns the forwards its sequences took part in, summed.
         wing: the decoders it belongs to. An evaluation compares the others with the first method of a wing.
         requires: capabilities of a model that it needs (`pdkernels.models.capabilities`).
         protocol: the members of a model that it uses; None: those of its wing.
-        lossless: whether it guarantees the tokens of greedy decoding, with default options and at temperature 0. Causal methods do so
-            for models without recurrences: on a recurrent-depth model the rows of a draft attend to each other before these have converged.
+        lossless: whether it guarantees the tokens of greedy decoding, with default options and at temperature 0. Causal
+            methods do so for models without recurrences: on a recurrent-depth model the rows of a draft attend to each
+            other before these have converged.
         steps: its step, if that needs no host: `pdkernels.integrations.device_loop` runs it on the device.
         verifies_drafts: whether it drafts tokens and verifies the drafts.
         models: the trained models that demonstrate it; none: its wing's example.
@@ -216,7 +220,8 @@ class Method:
 
     @property
     def writes_logprobs(self) -> bool:
-        """Whether the log-probabilities of a token are those of the forward that wrote it: a pass over the text would compute other rows."""
+        """Whether the log-probabilities of a token are those of the forward that wrote it: a pass over the text would
+        compute other rows."""
         return self.writes_in_parallel or self.wing == "recurrent"
 
     @property

@@ -93,8 +93,8 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
 
 
 def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
-    """The result of `generate` from a session that `decode` fills; with its log-probabilities in one more pass, unless the session has
-    them."""
+    """The result of `generate` from a session that `decode` fills; with its log-probabilities in one more pass, unless
+    the session has them."""
     started = time.perf_counter()
     with inference():
         forwards = decode()

@@ -1,7 +1,7 @@
 """The time of a forward by its number of rows on this device, and the knee where rows stop being free.
 
-Source: "Jacobi Forcing", appendix D (figure 5): block size times candidates is bounded by the number of rows whose forward takes
-as long as that of one row.
+Source: "Jacobi Forcing", appendix D (figure 5): block size times candidates is bounded by the number of rows whose
+forward takes as long as that of one row.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class RowTimes(NamedTuple):
 
 
 def fit_row_times(rows: Sequence[int], seconds: Sequence[float]) -> RowTimes:
-    """Fits a floor and a line to measured times: the split of the points that leaves the least squared error, relative to the times.
+    """Fits a floor and a line to measured times: the split of the points that leaves the least squared error, relative
+    to the times.
 
     Args:
         rows: ascending.
@@ -138,7 +139,8 @@ def measure_row_times(
 ) -> RowTimes:
     """Median seconds of forwards over `rows` new rows after a cached prefix, logits included.
 
-    Sizes take turns, so that other load on the machine affects all of them alike. On a CPU with one thread it is the time of that thread.
+    Sizes take turns, so that other load on the machine affects all of them alike. On a CPU with one thread it is the
+    time of that thread.
 
     Args:
         model: a causal one; tokens do not matter.
@@ -210,7 +212,8 @@ def _measurable(model: Any) -> tuple[list[int], int]:
 
 
 def kept_row_times(model: Any) -> RowTimes:
-    """As `measure_row_times`, for a model on this machine, once: the result is kept in memory, and in a file of the user's cache folder.
+    """As `measure_row_times`, for a model on this machine, once: the result is kept in memory, and in a file of the
+    user's cache folder.
 
     Two models are the same here if they have the same sizes, dtype and formats of matrices.
     """
@@ -219,7 +222,8 @@ def kept_row_times(model: Any) -> RowTimes:
         file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "row_minima.json"
         recorded = _read(file).get(name)
         if recorded is None:
-            # The minimum of each: it is kept for long, and must not depend on what else runs now. More rows never take less time.
+            # The minimum of each: it is kept for long, and must not depend on what else runs now. More rows never take
+            # less time.
             rows, prefix = _measurable(model)
             seconds = _row_seconds(model, rows, prefix, 7, 1, _PATIENCE)
             times = fit_row_times(list(seconds), list(accumulate(map(min, seconds.values()), max)))

@@ -1,8 +1,10 @@
-"""Suffix automata over tokens: the longest end of a text that occurred before, in a few steps per token however long texts are.
+"""Suffix automata over tokens: the longest end of a text that occurred before, in a few steps per token however long
+texts are.
 
-Source: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); as drafter: Oliaro et al., "SuffixDecoding"
-(arXiv 2411.04975). A state stands for all strings that occur at the same places. The suffix link of the state of a whole text is that of
-the longest suffix that also occurs elsewhere, so the match is there when the token is added. The plain form is reference/suffix.py.
+Source: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); as drafter: Oliaro et al.,
+"SuffixDecoding" (arXiv 2411.04975). A state stands for all strings that occur at the same places. The suffix link of
+the state of a whole text is that of the longest suffix that also occurs elsewhere, so the match is there when the token
+is added. The plain form is reference/suffix.py.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class SuffixIndex:
         self._link, self._len, self._end = [-1], [0], [0]
         self._last = 0
         self.length, self.place = 0, 0
-        """Of the text that is being written: tokens of the longest suffix that occurred before, and the index after it there."""
+        """Of the text that is being written: tokens of the longest suffix that occurred before, and the index after it
+        there."""
 
     def begin(self) -> None:
         """Begins another text."""
@@ -69,8 +72,8 @@ class SuffixIndex:
         self.length, self.place = self.match(match, self._len[match])
 
     def match(self, state: int, length: int) -> tuple[int, int]:
-        """Of the strings of a state, `length` tokens long, or of the longest of their suffixes that something followed: the length, and
-        the index after the last occurrence; zeros if there is none."""
+        """Of the strings of a state, `length` tokens long, or of the longest of their suffixes that something followed:
+        the length, and the index after the last occurrence; zeros if there is none."""
         while state > 0 and self._end[state] == 0:
             state = self._link[state]
             length = self._len[state]
@@ -90,7 +93,8 @@ class SuffixIndex:
         return following[: following.index(_END)] if _END in following else following
 
     def followed(self, count: int) -> list[int]:
-        """`count` tokens that followed the match in the text that is being written; at its end they go on with themselves."""
+        """`count` tokens that followed the match in the text that is being written; at its end they go on with
+        themselves."""
         following = self.after(self.place, count) if self.length else []
         return (following * -(-count // len(following)))[:count] if following else []
 
@@ -102,7 +106,8 @@ class SuffixIndex:
         return len(self._len) - 1
 
     def _split(self, before: int, state: int, token: int) -> int:
-        """The state of the longest string of `before` and `token`, which until now may have shared `state` with longer ones."""
+        """The state of the longest string of `before` and `token`, which until now may have shared `state` with longer
+        ones."""
         length = self._len[before] + 1
         if self._len[state] == length:
             return state
@@ -116,7 +121,8 @@ class SuffixIndex:
 
 
 class SuffixPool:
-    """Earlier texts that the method "suffix" drafts from. Generations that are given the pool add their texts when they are done.
+    """Earlier texts that the method "suffix" drafts from. Generations that are given the pool add their texts when they
+    are done.
 
     Args:
         max_tokens: about how many tokens it keeps: half of them may be dropped at a time, the oldest first.
@@ -201,7 +207,8 @@ class Reader:
             self._states[number] = index, state, length
 
     def draft(self, count: int) -> list[int]:
-        """At most `count` tokens that followed the longest match: in the text itself, or else in the pool's newer or older texts.
+        """At most `count` tokens that followed the longest match: in the text itself, or else in the pool's newer or
+        older texts.
 
         A match of n tokens drafts 3 n; one of a single token drafts nothing.
         """

@@ -1,4 +1,5 @@
-"""Continuous batching: one model serves many requests at a time, with any method whose sequences can join and leave a batch."""
+"""Continuous batching: one model serves many requests at a time, with any method whose sequences can join and leave a
+batch."""
 
 from pdkernels.engine.engine import Engine, EngineFull
 from pdkernels.engine.generation import FinishReason, Generation

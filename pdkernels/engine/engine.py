@@ -40,35 +40,40 @@ class EngineFull(RuntimeError):
 class Engine:
     """Continuous batching over one model: requests join and leave a running batch between two steps.
 
-    A request gets the tokens that `generate` gives it alone, whatever else runs, if the logits of a row do not depend on the other
-    rows of a forward; on the CPU this library's models have the same bits.
+    A request gets the tokens that `generate` gives it alone, whatever else runs, if the logits of a row do not depend
+    on the other rows of a forward; on the CPU this library's models have the same bits.
 
-    Requests of one method with the same options share a batch, and the batches take turns. A request has a seed of its own, and a temperature
-    and filters where the method draws tokens by row (`Steps.draws_by_row`). A batch on a KV cache grows and shrinks with the number of its
-    requests.
+    Requests of one method with the same options share a batch, and the batches take turns. A request has a seed of its
+    own, and a temperature and filters where the method draws tokens by row (`Steps.draws_by_row`). A batch on a KV
+    cache grows and shrinks with the number of its requests.
 
-    K and V are in pages that all batches share (`PagePool`), if the model's cache has them, and the pages of a common beginning belong to all
-    that have it. A request joins with pages for its prompt and takes more as it grows. If there are none, earlier prompts are forgotten, then the youngest
-    request gives up its own and waits again; its K and V are computed anew. Where a method cannot go on like that (`Steps.resumes`), and without a
-    pool, room for the whole of a request is set aside when it joins. Those that find none wait, in the order of their submission.
+    K and V are in pages that all batches share (`PagePool`), if the model's cache has them, and the pages of a common
+    beginning belong to all that have it. A request joins with pages for its prompt and takes more as it grows. If there
+    are none, earlier prompts are forgotten, then the youngest request gives up its own and waits again; its K and V are
+    computed anew. Where a method cannot go on like that (`Steps.resumes`), and without a pool, room for the whole of a
+    request is set aside when it joins. Those that find none wait, in the order of their submission.
 
-    What a callback, a hook or a tokenizer raises ends its own request, whatever it is. An engine that nobody refers to finishes its requests and
-    is freed; at the end of the program they are cancelled. A forked child has no engine: there its requests have failed.
+    What a callback, a hook or a tokenizer raises ends its own request, whatever it is. An engine that nobody refers to
+    finishes its requests and is freed; at the end of the program they are cancelled. A forked child has no engine:
+    there its requests have failed.
 
     Args:
         model: as for `generate`. Nothing else may run it while the engine does.
         max_running: requests of a batch at a time.
-        max_canvases: the same for methods that fill canvases, whose forwards are wide already; None: 1 on the CPU, else `max_running`.
-        max_batches: batches at a time. If more kinds of requests come, a batch that is idle makes room, and none idle, nothing younger
-            than the oldest request without a batch joins.
-        max_prompt_tokens, max_new_tokens: limits of a request; a row of a cache has room for both. None: what the model was trained for,
-            at most 4,096 together, three quarters of it for the prompt.
+        max_canvases: the same for methods that fill canvases, whose forwards are wide already; None: 1 on the CPU, else
+            `max_running`.
+        max_batches: batches at a time. If more kinds of requests come, a batch that is idle makes room, and none idle,
+            nothing younger than the oldest request without a batch joins.
+        max_prompt_tokens, max_new_tokens: limits of a request; a row of a cache has room for both. None: what the model
+            was trained for, at most 4,096 together, three quarters of it for the prompt.
         max_waiting: requests that have not joined a batch.
-        prompt_tokens_per_step: tokens of prompts that may run between two steps. A longer prompt runs in pieces, so that it does not
-            stall the others.
-        kept_prompt_tokens: tokens of earlier prompts whose K and V are kept, for prompts that begin with the same ones; 0 keeps none.
-        cache_tokens: tokens that all pages hold together, of running requests and of earlier prompts; there are enough for the longest request
-            in any case. None: enough for `max_running` of them and `kept_prompt_tokens`, but at most half of the memory that is free.
+        prompt_tokens_per_step: tokens of prompts that may run between two steps. A longer prompt runs in pieces, so
+            that it does not stall the others.
+        kept_prompt_tokens: tokens of earlier prompts whose K and V are kept, for prompts that begin with the same ones;
+            0 keeps none.
+        cache_tokens: tokens that all pages hold together, of running requests and of earlier prompts; there are enough
+            for the longest request in any case. None: enough for `max_running` of them and `kept_prompt_tokens`, but at
+            most half of the memory that is free.
 
     Raises:
         ValueError, TypeError: a limit out of range; an object that is no model.
@@ -161,12 +166,14 @@ class Engine:
             prompt: one prompt, as for `generate`.
             method: its name; one whose sequences can join and leave a batch.
             params: `SamplingParams` to start from; settings among the `options` come before its own.
-            on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error ends the request.
+            on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error
+                ends the request.
             timeout: seconds from now after which it ends with what it has; None: no limit.
-            provisional: also give pieces with what stands after the text so far (`Piece.provisional`), for a method that fills positions in
-                any order. A reader gets the latest; older ones are not kept.
-            **options: of the method; and settings (the fields of `SamplingParams`), `trace` and `overflow`, as for `generate`. `n` must be 1, `seed` an
-                int, and `max_new_tokens` at most the engine's. Requests with a grammar or a hook have a batch of their own.
+            provisional: also give pieces with what stands after the text so far (`Piece.provisional`), for a method
+                that fills positions in any order. A reader gets the latest; older ones are not kept.
+            **options: of the method; and settings (the fields of `SamplingParams`), `trace` and `overflow`, as for
+                `generate`. `n` must be 1, `seed` an int, and `max_new_tokens` at most the engine's. Requests with a
+                grammar or a hook have a batch of their own.
 
         Raises:
             ValueError, TypeError: as `generate`; a batch of prompts; a request beyond the engine's limits.
@@ -306,7 +313,8 @@ class Engine:
         self.close(finish=kind is None)
 
     def _key(self, method: Method, session: Session, options: dict[str, Any], number: int) -> Hashable:
-        """What the requests of a batch share. The sizes of canvases are those of a request, since they cost what they hold."""
+        """What the requests of a batch share. The sizes of canvases are those of a request, since they cost what they
+        hold."""
         assert method.steps is not None
         if session.filters.allowed is not None or session.filters.hooks:
             return number  # these follow one text
@@ -411,8 +419,9 @@ class Engine:
             handle._after_fork(self.failure)
 
     def _open_batches(self) -> int | None:
-        """Gives batches to method_batches that have none, the oldest requests first, and forgets method_batches that have nothing to do. Returns the
-        number of the oldest request that found no room, before which no younger one may begin."""
+        """Gives batches to method_batches that have none, the oldest requests first, and forgets method_batches that
+        have nothing to do. Returns the number of the oldest request that found no room, before which no younger one may
+        begin."""
         closed = [
             method_batch
             for method_batch in self._method_batches.values()
@@ -440,7 +449,8 @@ class Engine:
 
 
 def _run(calls: queue.SimpleQueue[Engine | None]) -> None:
-    """What the thread of an engine does until it is closed, or nobody refers to it: waits for a call, and steps while there are requests."""
+    """What the thread of an engine does until it is closed, or nobody refers to it: waits for a call, and steps while
+    there are requests."""
     while (engine := calls.get()) is not None:
         try:
             while not engine._idle:

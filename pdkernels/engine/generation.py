@@ -18,9 +18,11 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
 
 class Generation:
-    """A submitted request. Iterate over it, with `for` or `async for`, for its pieces as they come; any number of times.
+    """A submitted request. Iterate over it, with `for` or `async for`, for its pieces as they come; any number of
+    times.
 
-    All methods may be called from any thread. A piece is kept until the generation itself is dropped, so a slow reader delays nobody.
+    All methods may be called from any thread. A piece is kept until the generation itself is dropped, so a slow reader
+    delays nobody.
     """
 
     def __init__(self, number: int, prompt: list[int], decoder: Any, worker: Worker) -> None:
@@ -130,7 +132,8 @@ class Generation:
             raise RuntimeError(sentence("Engine", fault))
 
     def _after_fork(self, error: BaseException) -> None:
-        """Ends it in a forked child, if it has not ended: another thread may hold its lock, or have changed half of it."""
+        """Ends it in a forked child, if it has not ended: another thread may hold its lock, or have changed half of
+        it."""
         self._changed, self._listeners = threading.Condition(), []
         if not self.done:
             self._end(None, error=error)

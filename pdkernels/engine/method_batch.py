@@ -1,4 +1,5 @@
-"""The requests of one method with the same options: those that wait, the one whose prompt runs, and the batch of the others."""
+"""The requests of one method with the same options: those that wait, the one whose prompt runs, and the batch of the
+others."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Request:
 
 
 class MethodBatch:
-    """One method with its options. Its batch has as many rows as its requests need, rounded up to a power of two: every row costs.
+    """One method with its options. Its batch has as many rows as its requests need, rounded up to a power of two: every
+    row costs.
 
     Args:
         method: its name.
@@ -151,7 +153,8 @@ class MethodBatch:
         return max(able, key=lambda request: request.handle.number, default=None)
 
     def give_up(self, request: Request, memory: Memory, metrics: EngineMetrics) -> None:
-        """Takes the pages of a request, `last`, which waits again: its K and V will be computed anew, if they are not known then."""
+        """Takes the pages of a request, `last`, which waits again: its K and V will be computed anew, if they are not
+        known then."""
         assert self.batch is not None
         metrics.preemptions += 1
         if self.prefilling is request:
@@ -169,7 +172,8 @@ class MethodBatch:
         self.waiting.appendleft(request)
 
     def _grow(self, memory: Memory, metrics: EngineMetrics) -> None:
-        """Gives each request pages for the next step, the oldest first. If there are too few, the youngest one gives up its own."""
+        """Gives each request pages for the next step, the oldest first. If there are too few, the youngest one gives up
+        its own."""
         if self.batch is None or self.batch.staging.pool is None or not self.running:
             return
         batch, cache, pages = self.batch, self.batch.steps.cache, memory.pages
@@ -236,7 +240,8 @@ class MethodBatch:
             memory.prefixes.keep(request.session.model, text, self.batch.staging.steps.cache)
 
     def _join(self, memory: Memory, budget: int, before: int | None, metrics: EngineMetrics) -> int:
-        """Runs a piece of a prompt, or lets its request join. Returns the tokens it ran; 0: there is none, or no room."""
+        """Runs a piece of a prompt, or lets its request join. Returns the tokens it ran; 0: there is none, or no
+        room."""
         batch = self.batch
         assert batch is not None
         if self.prefilling is None:

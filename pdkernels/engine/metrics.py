@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class EngineMetrics:
-    """What an engine has done since it started, and what it holds now. Times are sums over finished requests, in seconds."""
+    """What an engine has done since it started, and what it holds now. Times are sums over finished requests, in
+    seconds."""
 
     waiting: int = 0
     """Requests that have not joined a batch."""

@@ -1,7 +1,7 @@
 """Pages of K and V for all requests of an engine: earlier texts by their tokens, and who waits for pages.
 
-Source: PagedAttention (arXiv 2309.06180), section 4; a page is named by its tokens and the page before it, as in vLLM's automatic prefix
-caching.
+Source: PagedAttention (arXiv 2309.06180), section 4; a page is named by its tokens and the page before it, as in vLLM's
+automatic prefix caching.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class CachedPrefix(NamedTuple):
 class Pages:
     """The pages of a pool: of requests, and of earlier texts, least recently used, up to `limit` tokens of them.
 
-    A text shares the whole pages of its beginning with others, and copies the slots of the page in which it leaves them.
+    A text shares the whole pages of its beginning with others, and copies the slots of the page in which it leaves
+    them.
     """
 
     def __init__(self, pool: PagePool, limit: int) -> None:
@@ -87,7 +88,8 @@ class Pages:
         return CachedPrefix(pages, None if partial is None else partial.number, length + most)
 
     def keep(self, text: list[int], pages: list[int]) -> None:
-        """Remembers the pages of a text, the last one as far as it is written: those who hold it may write behind that."""
+        """Remembers the pages of a text, the last one as far as it is written: those who hold it may write behind
+        that."""
         size, before, text = self.pool.page_size, None, text[: self.limit]
         if len(text) < _SHORTEST:
             return
@@ -137,7 +139,8 @@ class Pages:
 
 
 class Memory:
-    """What the method_batches of an engine share: pages if the model's cache can have them (`new_pool`), else copies of earlier prompts.
+    """What the method_batches of an engine share: pages if the model's cache can have them (`new_pool`), else copies of
+    earlier prompts.
 
     Args:
         model: whose K and V they are.

@@ -20,15 +20,16 @@ class PrefixHit(NamedTuple):
     length: int
     """The longest common beginning of the prompt and the rows of `cache`; 0: there is none."""
     branch: int
-    """Where another prompt leaves this one whose states cannot go back as far, worth keeping when this one gets there; 0: nowhere."""
+    """Where another prompt leaves this one whose states cannot go back as far, worth keeping when this one gets there;
+    0: nowhere."""
 
 
 class Prefixes:
-    """Least recently used prompts, at most `limit` tokens of them. Each has a cache of its own, so taking one over is a copy, and it
-    costs what a read of its rows costs; a row of a running batch never shares memory with another.
+    """Least recently used prompts, at most `limit` tokens of them. Each has a cache of its own, so taking one over is a
+    copy, and it costs what a read of its rows costs; a row of a running batch never shares memory with another.
 
-    A recurrent state goes back to its last rows alone. So a kept prompt serves those that begin with all of it; and where two
-    prompts branch, the second one's state is kept as well, for a third (`PrefixHit.branch`)."""
+    A recurrent state goes back to its last rows alone. So a kept prompt serves those that begin with all of it; and
+    where two prompts branch, the second one's state is kept as well, for a third (`PrefixHit.branch`)."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.tokens = limit, 0

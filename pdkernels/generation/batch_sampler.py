@@ -14,8 +14,8 @@ from pdkernels.generation.sampler import Sampler
 class BatchSampler:
     """Takes the place of a `Sampler` in the steps of a batch, and draws row b with a sampler of its own.
 
-    A draw depends on its row alone, so each row gets the token that its sampler draws in any batch. Rows without a request are drawn
-    with others, as cheaply as possible.
+    A draw depends on its row alone, so each row gets the token that its sampler draws in any batch. Rows without a
+    request are drawn with others, as cheaply as possible.
 
     >>> logits, places, seeds = torch.zeros(2, 1, 50), torch.zeros(2, 1, dtype=torch.int64), torch.tensor([7, 7])
     >>> rows = BatchSampler(2)

@@ -1,7 +1,7 @@
 """The filters of every method on a KV cache: a wrapper of the model, whose logits are filtered row by row.
 
-A row is filtered for the tokens that it attends to, so it has the same distribution in a forward per token, in a verified draft,
-and in a batch. The tokens of cached rows are kept next to their K and V.
+A row is filtered for the tokens that it attends to, so it has the same distribution in a forward per token, in a
+verified draft, and in a batch. The tokens of cached rows are kept next to their K and V.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pdkernels.models.architectures.taps import Tapped
 
 
 class TextCache:
-    """A cache that also keeps the tokens of its rows, `text` ``(batch, capacity + 1)``, in the slots of their K and V, and the
-    lengths of the prompts, `prompts` ``(batch,)``: what an empty cache commits first."""
+    """A cache that also keeps the tokens of its rows, `text` ``(batch, capacity + 1)``, in the slots of their K and V,
+    and the lengths of the prompts, `prompts` ``(batch,)``: what an empty cache commits first."""
 
     def __init__(self, cache: Any, batch: int, capacity: int) -> None:
         self.inner = cache
@@ -67,7 +67,8 @@ class TextCache:
 
 
 class FilteredModel:
-    """A wrapper that a decoder uses as the model. Its hidden rows are logits, so that each is filtered where it is computed.
+    """A wrapper that a decoder uses as the model. Its hidden rows are logits, so that each is filtered where it is
+    computed.
 
     The cost is that the head runs on every row of a forward, and all logits are in memory at once.
     """

@@ -1,9 +1,9 @@
 """Filters of logits that depend on tokens: penalties, biases, and what a row may not or must give.
 
-They come before temperature, `top_k` and the filters after it, which `sampler.py` has, and in transformers' order: bias, repetition
-penalty, presence and frequency penalties, bad words, `min_new_tokens`, allowed tokens, forced tokens, suppressed tokens, hooks.
-Each row is filtered for its own prefix (`_prefixes.py`), in one pass over its logits. Nothing but hooks, and what decides on allowed
-tokens, makes the host wait.
+They come before temperature, `top_k` and the filters after it, which `sampler.py` has, and in transformers' order:
+bias, repetition penalty, presence and frequency penalties, bad words, `min_new_tokens`, allowed tokens, forced tokens,
+suppressed tokens, hooks. Each row is filtered for its own prefix (`_prefixes.py`), in one pass over its logits. Nothing
+but hooks, and what decides on allowed tokens, makes the host wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _OP = "decoding.generate"
 Hook = Callable[[Tensor, Tensor], Tensor]
 """From a prefix ``(1, n)`` and its logits ``(1, V)`` to logits, as transformers' `LogitsProcessor`."""
 Allowed = Callable[[Prefixes], Tensor]
-"""From the prefixes of rows to an int32 tensor ``(batch, R, ceil(V / 32))``: bit ``i % 32`` of word ``i // 32`` allows token i."""
+"""From the prefixes of rows to an int32 tensor ``(batch, R, ceil(V / 32))``: bit ``i % 32`` of word ``i // 32`` allows
+token i."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Filters:
 
     @cached_property
     def _biases(self) -> dict[tuple[int, torch.device], Tensor]:
-        """The biases of all tokens, by the size of the vocabulary and the device: there may be many, and a forward is short."""
+        """The biases of all tokens, by the size of the vocabulary and the device: there may be many, and a forward is
+        short."""
         return {}
 
     @cached_property
@@ -89,7 +91,8 @@ class Filters:
         return "logits_processor" if self.hooks else "allowed tokens" if self.allowed else ""
 
     def apply(self, logits: Tensor, rows: Prefixes) -> Tensor:
-        """`logits` ``(batch, R, V)`` of rows, filtered: a copy, of at least float32, since rounded to 16 bits they would tie."""
+        """`logits` ``(batch, R, V)`` of rows, filtered: a copy, of at least float32, since rounded to 16 bits they
+        would tie."""
         if hasattr(logits, "full_tensor"):  # a vocabulary in slices: the ids of a prefix are on all ranks
             logits = logits.full_tensor()
         bad_words, suppressed = self._bad_words(rows), self._suppressed(rows)

@@ -1,4 +1,5 @@
-"""Log-probabilities of the tokens of texts: by a pass of the model over finished ones, or as their tokens are written."""
+"""Log-probabilities of the tokens of texts: by a pass of the model over finished ones, or as their tokens are
+written."""
 
 from __future__ import annotations
 
@@ -12,18 +13,20 @@ from pdkernels.generation.result import LogProbs
 
 
 class WrittenLogProbs:
-    """Log-probabilities of the tokens of a batch in the forwards that write them, for methods whose rows do not depend on the text before
-    them alone. Tokens may be written again: the last time counts."""
+    """Log-probabilities of the tokens of a batch in the forwards that write them, for methods whose rows do not depend
+    on the text before them alone. Tokens may be written again: the last time counts."""
 
     def __init__(self, count: int, batch: int, length: int, vocabulary: int, device: torch.device) -> None:
-        """For texts of at most `length` tokens, prompts included; with the `count` most probable tokens of each place."""
+        """For texts of at most `length` tokens, prompts included; with the `count` most probable tokens of each
+        place."""
         self.count, self._none = min(count, vocabulary), length
         self._own = torch.full((batch, length + 1), torch.nan, device=device)
         self._top = torch.full((batch, length + 1, self.count), torch.nan, device=device)
         self._ids = torch.zeros(batch, length + 1, self.count, dtype=torch.int64, device=device)
 
     def write_(self, logits: Tensor, ids: Tensor, positions: Tensor, where: Tensor) -> None:
-        """Row r of `logits` ``(batch, R, V)`` gives the token ``ids[b, r]`` at ``positions[b, r]``, where ``where[b, r]``."""
+        """Row r of `logits` ``(batch, R, V)`` gives the token ``ids[b, r]`` at ``positions[b, r]``, where ``where[b,
+        r]``."""
         if hasattr(logits, "full_tensor"):
             logits = logits.full_tensor()
         log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -48,8 +51,8 @@ CHUNK = 64
 def scored(
     model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]], run: Callable[..., Any] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """The logits that predict each token of `texts`, which follow `prompts`: pairs of the number of the first token and logits
-    ``(batch, R, V)``; rows past the end of a text are padding. `run` replaces the call of the model."""
+    """The logits that predict each token of `texts`, which follow `prompts`: pairs of the number of the first token and
+    logits ``(batch, R, V)``; rows past the end of a text are padding. `run` replaces the call of the model."""
     run = model if run is None else run
     longest = max(map(len, texts))
     if longest == 0:
@@ -71,7 +74,8 @@ def scored(
 
 
 def log_probs(model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]], count: int) -> list[LogProbs]:
-    """The log-probabilities of each text's tokens, and the `count` largest of each place, under the model's own distribution."""
+    """The log-probabilities of each text's tokens, and the `count` largest of each place, under the model's own
+    distribution."""
     chunks: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in texts]
     for first, logits in scored(model, prompts, texts):
         if hasattr(logits, "full_tensor"):

@@ -1,8 +1,8 @@
 """Sampling of tokens, batched and on the device; the plain form is reference/sampling.py.
 
 A sample's random numbers are keyed by the seed of the sequence (`sequence_seed`), by what is sampled
-(`OWN`, or the number of the sequence's guessing forward), by the position and by the vocabulary id. So a sequence gets the
-same tokens alone, in a batch and in the reference, and no random state is stored.
+(`OWN`, or the number of the sequence's guessing forward), by the position and by the vocabulary id. So a sequence gets
+the same tokens alone, in a batch and in the reference, and no random state is stored.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _GOLDEN = (
 
 
 def sequence_seed(seed: int, sequence: int) -> int:
-    """The seed of sequence number `sequence` of a batch whose `seed` is one number, ``seed + sequence * 0x9E3779B97F4A7C15``
-    modulo 2**64: with it, the sequence alone gives what it gives in the batch.
+    """The seed of sequence number `sequence` of a batch whose `seed` is one number, ``seed + sequence *
+    0x9E3779B97F4A7C15`` modulo 2**64: with it, the sequence alone gives what it gives in the batch.
 
     >>> sequence_seed(7, 0), hex(sequence_seed(7, 1))
     (7, '0x9e3779b97f4a7c1c')
@@ -51,8 +51,8 @@ def sample(
 ) -> torch.Tensor:
     """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64 ``(batch, R)``.
 
-    An exact sample from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `seeds` are
-    ``(batch,)``, `step` is a number or broadcasts against `positions`.
+    An exact sample from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id.
+    `seeds` are ``(batch,)``, `step` is a number or broadcasts against `positions`.
     """
     if temperature == 0:
         return greedy(logits, suppress)
@@ -70,7 +70,8 @@ def greedy(logits: torch.Tensor, suppress: tuple[int, ...] = ()) -> torch.Tensor
 
 
 def drafted(ids: torch.Tensor, mask_token: int) -> torch.Tensor:
-    """`ids` as the tokens of a draft. An id of -1, from a row without a distribution, becomes any valid token, which will be verified."""
+    """`ids` as the tokens of a draft. An id of -1, from a row without a distribution, becomes any valid token, which
+    will be verified."""
     return ids.masked_fill(ids < 0, int(mask_token == 0))
 
 
@@ -111,8 +112,8 @@ def suppress_(logits: torch.Tensor, token: int) -> torch.Tensor:
 def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float) -> torch.Tensor:
     """`logits` ``(..., V)`` with -inf for all but the `count` most probable tokens, and for those that `top_p` drops.
 
-    A token is dropped if the more probable ones have the mass `top_p` of ``softmax(logits / temperature)`` (0: 1) over all
-    tokens. The first always stays, and ties stay or go together.
+    A token is dropped if the more probable ones have the mass `top_p` of ``softmax(logits / temperature)`` (0: 1) over
+    all tokens. The first always stays, and ties stay or go together.
 
     >>> distribution = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     >>> likeliest(distribution, 3, 0.0, 0.65).isfinite().tolist(), likeliest(distribution, 1, 0.0, 0.65).isfinite().tolist()

@@ -1,9 +1,11 @@
-"""What a caller may ask of a generation: one value, checked once when it is made, then carried whole from door to decoder.
+"""What a caller may ask of a generation: one value, checked once when it is made, then carried whole from door to
+decoder.
 
-A setting is a field of `SamplingParams`, and says everything about itself there: what it means, its range, whether it draws, filters, stops or
-reports, whether the rows of a running batch may differ in it, and its names elsewhere. `generate`, `Engine.submit`, the server's fields, the
-options of the command line, lm-eval, transformers and the tables of the docs all read these fields, so a new setting is
-written here and where tokens are chosen (`sampler.py`, `filters.py` or `stops.py`), and nowhere else.
+A setting is a field of `SamplingParams`, and says everything about itself there: what it means, its range, whether it
+draws, filters, stops or reports, whether the rows of a running batch may differ in it, and its names elsewhere.
+`generate`, `Engine.submit`, the server's fields, the options of the command line, lm-eval, transformers and the tables
+of the docs all read these fields, so a new setting is written here and where tokens are chosen (`sampler.py`,
+`filters.py` or `stops.py`), and nowhere else.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ Kind = Literal[
 ]
 """The form of a value, which says how a command line or a JSON body writes it."""
 Check = Callable[[str, str, Any], Any]
-"""From the name of an op, that of a setting and its value to the value as it is kept. Raises TypeError or ValueError."""
+"""From the name of an op, that of a setting and its value to the value as it is kept. Raises TypeError or
+ValueError."""
 
 
 class Setting(NamedTuple):
@@ -59,7 +62,8 @@ class Setting(NamedTuple):
     maximum: float | None
     """The range, both ends included, of a number or integer; None: unlimited."""
     neutral: tuple[Any, ...]
-    """Values that change nothing, the default included: some exist only elsewhere, such as transformers' ``top_k=0``."""
+    """Values that change nothing, the default included: some exist only elsewhere, such as transformers'
+    ``top_k=0``."""
     per_row: bool
     """Whether rows of one running batch may have values of their own; else these requests have different batches."""
     wire: str

@@ -1,8 +1,8 @@
 """What each row of a forward sees: the tokens of its own prefix, those of the prompt and generated ones told apart.
 
-A row of a draft comes after the draft tokens before it, a candidate after its own branch, a position of a canvas beside all that
-is filled. Filters that depend on tokens (`_filters.py`) read them from here, so a draft is verified with the distributions
-that `autoregressive` has after the same tokens.
+A row of a draft comes after the draft tokens before it, a candidate after its own branch, a position of a canvas beside
+all that is filled. Filters that depend on tokens (`_filters.py`) read them from here, so a draft is verified with the
+distributions that `autoregressive` has after the same tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Seen(NamedTuple):
 class Prefixes(NamedTuple):
     """The prefixes of the rows of a forward, ``(batch, R)`` rows after a text of their sequence.
 
-    All tensors are on the device; `generated_ids` and `ids` read them. Rows of padding, and of sequences that are done, have some prefix.
+    All tensors are on the device; `generated_ids` and `ids` read them. Rows of padding, and of sequences that are done,
+    have some prefix.
     """
 
     text: Tensor
@@ -63,7 +64,8 @@ class Prefixes(NamedTuple):
     seen: Seen | None = None
 
     def read(self) -> Prefixes:
-        """With `seen`. The host waits here, so this comes before a forward: then what it computes from them overlaps with the forward on a GPU."""
+        """With `seen`. The host waits here, so this comes before a forward: then what it computes from them overlaps
+        with the forward on a GPU."""
         batch, new = self.tokens.shape
         numbers = list(range(batch)) if self.sequences is None else self.sequences.tolist()
         seen = Seen(
@@ -81,8 +83,8 @@ class Prefixes(NamedTuple):
         return self._replace(seen=seen)
 
     def counted(self) -> tuple[Tensor, Tensor | None]:
-        """`counts` and `recent` of `LogitFilters`: those of the texts, ``(batch, V)``, and of the new tokens that each row sees,
-        ``(batch, R, T)``. If they are many, all is in the counts, ``(batch, R, V)``."""
+        """`counts` and `recent` of `LogitFilters`: those of the texts, ``(batch, V)``, and of the new tokens that each
+        row sees, ``(batch, R, T)``. If they are many, all is in the counts, ``(batch, R, V)``."""
         ids = self.text.clamp(0, self.vocabulary - 1)
         # The last column is for what does not count.
         table = ids.new_zeros(len(ids), self.vocabulary + 1, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""A trace as a page that replays it. Steps of all kinds of decoders are reduced to the same few facts, which `replay.html`
-draws."""
+"""A trace as a page that replays it. Steps of all kinds of decoders are reduced to the same few facts, which
+`replay.html` draws."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Ghost(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A step. Positions are relative to a lane; there is one lane, the new tokens, unless chunks are written in parallel."""
+    """A step. Positions are relative to a lane; there is one lane, the new tokens, unless chunks are written in
+    parallel."""
 
     note: str
     writes: list[Write]

@@ -14,8 +14,8 @@ from pdkernels._validation import sentence
 from pdkernels.generation.replay import Source, write_page
 from pdkernels.generation.traces import Trace
 
-# on_tokens(batch index, new token ids, how many of them, from the front, were accepted drafts); a `ChunkTokens` instead of a list
-# comes when its chunk is complete, possibly before earlier chunks of the text
+# on_tokens(batch index, new token ids, how many of them, from the front, were accepted drafts); a `ChunkTokens` instead
+# of a list comes when its chunk is complete, possibly before earlier chunks of the text
 OnTokens = Callable[[int, list[int], int], None]
 
 
@@ -50,8 +50,8 @@ class PlanReport(NamedTuple):
     reason: str
     """The reason why the text ended: "end" (token), "length", "rounds", or the fault of its last plan (`BAD_PLANS`)."""
     forwards: dict[str, int]
-    """Forwards it took part in: "plan" (the prompt's included), "chunks", and "refresh", which adds finished chunks to the
-    cache and starts the next plan."""
+    """Forwards it took part in: "plan" (the prompt's included), "chunks", and "refresh", which adds finished chunks to
+    the cache and starts the next plan."""
     rows: dict[str, int]
     """Tokens that went through the model in these forwards."""
 
@@ -62,7 +62,8 @@ class PlanReport(NamedTuple):
 
 
 class LogProbs(NamedTuple):
-    """Log-probabilities of the n new tokens of a text, under the model's own distribution: before penalties, temperature and filters."""
+    """Log-probabilities of the n new tokens of a text, under the model's own distribution: before penalties,
+    temperature and filters."""
 
     tokens: torch.Tensor
     """float ``(n,)``: of the tokens."""
@@ -85,13 +86,14 @@ class DecodeStats:
         seconds: wall time from the first allocation to the last token on the host, without the time spent in
             `on_tokens`.
         accepted: per sequence, the draft tokens committed by each forward that verified a draft, the always right first
-            one included; in block diffusion and masked diffusion the positions that each forward filled; in recurrent diffusion
-            the tokens that each step froze. One list per sequence, also for a single prompt.
+            one included; in block diffusion and masked diffusion the positions that each forward filled; in recurrent
+            diffusion the tokens that each step froze. One list per sequence, also for a single prompt.
         trace: per sequence, one `TraceStep` (or the method's own form of it) per verified draft; None unless requested.
-        recurrences: times that the core of a recurrent-depth model ran over the batch, whatever its rows; the prompt's count.
-            None for a method that does not control them.
+        recurrences: times that the core of a recurrent-depth model ran over the batch, whatever its rows; the prompt's
+            count. None for a method that does not control them.
         plans: per sequence, what it planned and the outcome; None for methods without plans.
-        forced: per sequence, the tokens that a grammar drafted because every text of it has them next; None without a grammar.
+        forced: per sequence, the tokens that a grammar drafted because every text of it has them next; None without a
+            grammar.
     """
 
     method: str
@@ -136,9 +138,9 @@ class DecodeResult(Generic[Tokens, Text]):
     def save_html(self, path: str | PathLike[str], title: str | None = None) -> None:
         """Writes a page that replays the generation step by step, for any browser; it loads nothing from elsewhere.
 
-        Tokens have the colour of the step that wrote them. Accepted drafts are underlined, rejected ones and predictions that may
-        still change are pale, masked positions are boxes, and chunks that were written in parallel are lanes. Below is
-        a chart with a line per step.
+        Tokens have the colour of the step that wrote them. Accepted drafts are underlined, rejected ones and
+        predictions that may still change are pale, masked positions are boxes, and chunks that were written in parallel
+        are lanes. Below is a chart with a line per step.
 
         Args:
             path: of the page.

@@ -1,8 +1,8 @@
 """Temperature and filters: which tokens a row can give, and a draw among them.
 
-The filters are those of transformers, in its order: the temperature, then `top_k`, `top_p`, `min_p` and `typical_p`, each over what the
-one before has left. A token is drawn from the filtered distribution with the noise of its position (`noise.py`), so a draft is
-verified with the token that `autoregressive` draws there.
+The filters are those of transformers, in its order: the temperature, then `top_k`, `top_p`, `min_p` and `typical_p`,
+each over what the one before has left. A token is drawn from the filtered distribution with the noise of its position
+(`noise.py`), so a draft is verified with the token that `autoregressive` draws there.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ TopP = Literal["crossing", "within", "joint"]
 class Sampler(NamedTuple):
     """The distribution that tokens are drawn from; the most probable token at temperature 0, which no filter drops.
 
-    `top_k` keeps the logits that are at least the k-th largest. Of the distribution of what is left, `top_p` keeps a token if the more
-    probable ones have less than this mass, and `min_p` one with at least this share of the largest probability. The most
-    probable token always stays. Equal logits stay or go together, whereas transformers' top-p keeps some of the equals at its border.
-    `typical_p` comes last: it keeps the tokens whose surprise is closest to the entropy, until they have this mass, which may drop the
-    most probable one.
+    `top_k` keeps the logits that are at least the k-th largest. Of the distribution of what is left, `top_p` keeps a
+    token if the more probable ones have less than this mass, and `min_p` one with at least this share of the largest
+    probability. The most probable token always stays. Equal logits stay or go together, whereas transformers' top-p
+    keeps some of the equals at its border. `typical_p` comes last: it keeps the tokens whose surprise is closest to the
+    entropy, until they have this mass, which may drop the most probable one.
 
-    `top_p_rule` has two published exceptions. "joint" (Dream): the masses are those of all tokens, whatever `top_k` leaves. "within" (the
-    recurrent-depth model): so are they there, and in descending order, ties by id, every token goes whose cumulative mass, its own included,
-    exceeds `top_p`, except the first.
+    `top_p_rule` has two published exceptions. "joint" (Dream): the masses are those of all tokens, whatever `top_k`
+    leaves. "within" (the recurrent-depth model): so are they there, and in descending order, ties by id, every token
+    goes whose cumulative mass, its own included, exceeds `top_p`, except the first.
 
     >>> logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     >>> Sampler(1.0, top_k=2).filtered(logits).isfinite().tolist()
@@ -76,7 +76,8 @@ class Sampler(NamedTuple):
         step: torch.Tensor | int,
         suppress: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64 ``(batch, R)``."""
+        """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64 ``(batch,
+        R)``."""
         if self.temperature == 0:
             return greedy(logits, suppress)
         keyed = noise(self.temperature, seeds, step, positions)
@@ -146,7 +147,8 @@ class Sampler(NamedTuple):
         return self.temperature > 0 and self.cuts
 
     def cut(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """`logits` ``(..., V)`` with -inf for what `top_k` and `typical_p` drop, and the filters that are left, as options of `token_statistics`."""
+        """`logits` ``(..., V)`` with -inf for what `top_k` and `typical_p` drop, and the filters that are left, as
+        options of `token_statistics`."""
         within = self.top_p_rule == "within" and self.top_p < 1
         if self.typical_p < 1 and (self.top_p_rule == "crossing" or self.top_k is None) and not within:
             return self._crossing(logits), {}
@@ -217,8 +219,8 @@ def _beyond(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _beyond_first(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
-    """`_beyond` from as many of the most probable tokens as it takes, for which the host waits: of a vocabulary in slices, whose order
-    would take an exchange of all."""
+    """`_beyond` from as many of the most probable tokens as it takes, for which the host waits: of a vocabulary in
+    slices, whose order would take an exchange of all."""
     size = distribution.shape[-1]
     count = min(_BLOCK, size)
     while True:
@@ -251,7 +253,8 @@ _BLOCK = 64
 def kth_largest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """The value of rank `count` of each row ``(..., V)``, ``(..., 1)``; NaN is the largest.
 
-    The `count` largest logits lie in the `count` blocks of 64 with the largest maxima, so a long row is read once and few are ordered.
+    The `count` largest logits lie in the `count` blocks of 64 with the largest maxima, so a long row is read once and
+    few are ordered.
 
     >>> kth_largest(torch.arange(1000.0), 3)
     tensor([997.])
@@ -267,7 +270,8 @@ def kth_largest(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def typical(logits: torch.Tensor, temperature: float, mass: float) -> torch.Tensor:
-    """Which of the tokens of ``softmax(logits / temperature)``, ``(..., V)``, are typical: bool ``(..., V)``. Equals stay or go together.
+    """Which of the tokens of ``softmax(logits / temperature)``, ``(..., V)``, are typical: bool ``(..., V)``. Equals
+    stay or go together.
 
     Source: Meister et al., "Locally Typical Sampling".
 

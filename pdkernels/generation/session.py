@@ -36,7 +36,8 @@ def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 def has_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Which of `tokens` ``(batch, R)`` were chosen from a row of `logits` ``(batch, R, V)`` that has no distribution.
 
-    The op and argmax select a NaN first, else a +inf; of a row without a possible token the op gives -1 and argmax a -inf.
+    The op and argmax select a NaN first, else a +inf; of a row without a possible token the op gives -1 and argmax a
+    -inf.
 
     >>> rows = torch.tensor([[[1.0, torch.nan], [torch.inf, 1.0], [-torch.inf, -torch.inf], [-torch.inf, 1.0]]])
     >>> has_no_choice(rows, rows.argmax(-1))
@@ -47,13 +48,15 @@ def has_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def flag_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`tokens` ``(batch, R)`` for the host, with -1 as the first one if its row of `logits` ``(batch, 1, V)`` has no distribution."""
+    """`tokens` ``(batch, R)`` for the host, with -1 as the first one if its row of `logits` ``(batch, 1, V)`` has no
+    distribution."""
     first = tokens[:, :1]
     return torch.cat([first.masked_fill(has_no_choice(logits, first), -1), tokens[:, 1:].clamp(min=0)], 1)
 
 
 def accepted_without_choice(logits: torch.Tensor, predictions: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    """Which sequences, ``(batch,)``, accepted a draft from rows without a distribution; the rows after `accepted` ``(batch,)`` are irrelevant."""
+    """Which sequences, ``(batch,)``, accepted a draft from rows without a distribution; the rows after `accepted`
+    ``(batch,)`` are irrelevant."""
     row = torch.arange(predictions.shape[1], device=accepted.device)
     return (has_no_choice(logits, predictions) & (row < accepted[:, None])).any(1)
 
@@ -141,9 +144,11 @@ class Session:
         return self.on_tokens is not None
 
     def new_cache(self, page_size: int | None, extra: int = 0, copies: int = 1, drafts: int = 0, **options: Any) -> Any:
-        """A cache with room for every prompt, all its new tokens and `extra` more, `copies` times; paged if `page_size` is given.
+        """A cache with room for every prompt, all its new tokens and `extra` more, `copies` times; paged if `page_size`
+        is given.
 
-        Up to `drafts` rows of a forward may be rejected, which matters to recurrent states. The `options` are the model's own.
+        Up to `drafts` rows of a forward may be rejected, which matters to recurrent states. The `options` are the
+        model's own.
         """
         batch, length = copies * self.batch, self.max_new_tokens + extra
         paged: dict[str, Any] = {} if page_size is None else {"kind": "paged", "page_size": page_size}
@@ -178,7 +183,8 @@ class Session:
     def log_step(
         self, sequence: int, draft: list[int], predictions: list[int] | None, accepted: int, next_token: int
     ) -> None:
-        """Records a verified draft: ``draft[0]`` is on record since the previous step, the rest and the next token are new.
+        """Records a verified draft: ``draft[0]`` is on record since the previous step, the rest and the next token are
+        new.
 
         An `accepted` of -1 means that the model's logits gave no choice.
         """
@@ -204,7 +210,8 @@ class Session:
         self.report(sequence, new, min(accepted_drafts, len(new)))
 
     def extend(self, sequence: int, new: list[int]) -> list[int]:
-        """Puts tokens on record, up to the one that ends the text, and returns those; `stopped` says whether one did."""
+        """Puts tokens on record, up to the one that ends the text, and returns those; `stopped` says whether one
+        did."""
         recorded = self.tokens[sequence]
         end = None
         if self.stops.any:
@@ -216,7 +223,8 @@ class Session:
         return accepted
 
     def stop_(self, remaining: list[Any], *device: torch.Tensor) -> None:
-        """Writes 0 for the sequences that one of `stops` has ended, into what is `left` of each on the host and on the device."""
+        """Writes 0 for the sequences that one of `stops` has ended, into what is `left` of each on the host and on the
+        device."""
         for sequence, stopped in enumerate(self.stopped):
             if stopped:
                 remaining[sequence] = type(remaining[sequence])(0)
@@ -224,17 +232,20 @@ class Session:
                     tensor[sequence] = 0
 
     def plain(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of the last forward before filters, if log-probabilities are wanted: `logits` where there are no filters."""
+        """The logits of the last forward before filters, if log-probabilities are wanted: `logits` where there are no
+        filters."""
         unfiltered: torch.Tensor | None = getattr(self.model, "plain", None) if self.likely is not None else None
         return logits if unfiltered is None else unfiltered
 
     def note(self, unfiltered: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, where: torch.Tensor) -> None:
-        """Keeps the log-probabilities of tokens that a forward writes, if they are wanted; see `WrittenLogProbs.write_`."""
+        """Keeps the log-probabilities of tokens that a forward writes, if they are wanted; see
+        `WrittenLogProbs.write_`."""
         if self.likely is not None:
             self.likely.write_(unfiltered, ids, positions, where)
 
     def forced(self, rooms: Sequence[int]) -> list[list[int]]:
-        """The tokens after those on record that the grammars leave no choice about, of each sequence at most as many as its room."""
+        """The tokens after those on record that the grammars leave no choice about, of each sequence at most as many as
+        its room."""
         if self.grammar is None:
             return [[] for _ in rooms]
         return [

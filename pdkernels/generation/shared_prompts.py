@@ -12,8 +12,9 @@ from torch import Tensor
 def continued(
     model: Any, tokens: Tensor, cache: Any, counts: Tensor | None, rows: Tensor, before: Tensor, shortest: int
 ) -> Tensor:
-    """The logits of `rows` of a forward over whole prompts into an empty cache, which holds the first `before` ``(batch,)`` tokens of
-    each, at least `shortest`. Rows do not depend on how a text is split into forwards. The caller commits whole prompts."""
+    """The logits of `rows` of a forward over whole prompts into an empty cache, which holds the first `before`
+    ``(batch,)`` tokens of each, at least `shortest`. Rows do not depend on how a text is split into forwards. The
+    caller commits whole prompts."""
     place = before[:, None] + torch.arange(tokens.shape[1] - shortest, device=tokens.device)
     suffix = tokens.gather(1, place.clamp(max=tokens.shape[1] - 1))
     counts = torch.full_like(before, tokens.shape[1]) if counts is None else counts
@@ -26,9 +27,10 @@ def continued(
 class SharedPrompts:
     """A wrapper of a causal model for a batch in which every prompt is there `count` times in a row.
 
-    In the first forward, over the prompts, all tokens but the last of a prompt go through the model once, into a cache of their own. Their
-    K and V are copied, and the texts continue from there: each has its own last row, which the first token is drawn from.
-    A first forward that is none over causal rows is run as it is: with a mask, or with states that depend on the text's seed.
+    In the first forward, over the prompts, all tokens but the last of a prompt go through the model once, into a cache
+    of their own. Their K and V are copied, and the texts continue from there: each has its own last row, which the
+    first token is drawn from. A first forward that is none over causal rows is run as it is: with a mask, or with
+    states that depend on the text's seed.
     """
 
     def __init__(self, model: Any, prompts: Sequence[list[int]], count: int) -> None:

@@ -22,10 +22,11 @@ Criterion = Callable[[torch.Tensor, Any], Any]
 def first_stop(
     tokens: list[int], checked: int, stops: Sequence[str], tokenizer: Any, text_of: Callable[..., str] | None = None
 ) -> int | None:
-    """How many of `tokens` it takes for their text to hold one of `stops`, where the first `checked` do not; None: it does not.
+    """How many of `tokens` it takes for their text to hold one of `stops`, where the first `checked` do not; None: it
+    does not.
 
-    Special tokens are part of that text, although decoded texts leave them out: a stop string may be or contain one. `text_of`
-    is the session's, of tokens that are not all text.
+    Special tokens are part of that text, although decoded texts leave them out: a stop string may be or contain one.
+    `text_of` is the session's, of tokens that are not all text.
 
     >>> class Letters:
     ...     def decode(self, tokens):
@@ -35,7 +36,8 @@ def first_stop(
     """
     if not stops or checked == len(tokens):
         return None
-    # Most texts have no stop string, which is visible from their end: the new tokens, and as many characters as a stop string has.
+    # Most texts have no stop string, which is visible from their end: the new tokens, and as many characters as a stop
+    # string has.
     longest, first = max(map(len, stops)) + 8, checked
     decode = getattr(tokenizer, "decode_all", tokenizer.decode)
     if text_of is not None:
@@ -65,7 +67,8 @@ class Stops:
 
     @classmethod
     def of(cls, params: SamplingParams, model: Any) -> Stops:
-        """What ends the texts of a request. ValueError for tokens that the model does not have, and for strings if it has no tokenizer."""
+        """What ends the texts of a request. ValueError for tokens that the model does not have, and for strings if it
+        has no tokenizer."""
         vocabulary, tokenizer = model.config.vocab_size, model.tokenizer
         for token in tokens_of(params.stop_sequences, "sequences"):
             check(token < vocabulary, _OP, "stop_sequences", f"hold ids in 0 .. {vocabulary - 1}", token)
@@ -91,7 +94,8 @@ class Stops:
         tokenizer: Any,
         text_of: Callable[..., str] | None = None,
     ) -> int | None:
-        """How many of `tokens` a text has when it ends, where the first `checked` did not end it; None: they do not end it."""
+        """How many of `tokens` a text has when it ends, where the first `checked` did not end it; None: they do not end
+        it."""
         string_end = first_stop(tokens, checked, self.strings, tokenizer, text_of)
         ends = [] if string_end is None else [string_end]
         for end in range(checked + 1, len(tokens) + 1) if self.sequences else ():

@@ -22,12 +22,13 @@ class Piece(NamedTuple):
     ids: list[int]
     """A `ChunkTokens` for a chunk of "planned", in the order of completion."""
     text: str | None
-    """What they add to the text; empty while a character is incomplete; None if the model has no tokenizer, and for "planned"."""
+    """What they add to the text; empty while a character is incomplete; None if the model has no tokenizer, and for
+    "planned"."""
     accepted: int
     """How many of `ids`, from the front, were accepted drafts."""
     provisional: list[int | None] | None = None
-    """Of an engine's request that asks for it: what stands after the text so far, None where nothing is written. It replaces what was
-    there before, and may still change. Such a piece has no `ids`."""
+    """Of an engine's request that asks for it: what stands after the text so far, None where nothing is written. It
+    replaces what was there before, and may still change. Such a piece has no `ids`."""
 
 
 class _Stopped(Exception):
@@ -35,7 +36,8 @@ class _Stopped(Exception):
 
 
 class Stream(Iterator[Piece]):
-    """The pieces of a generation, which runs in a thread of its own. `result` is that of `generate`, after the last piece.
+    """The pieces of a generation, which runs in a thread of its own. `result` is that of `generate`, after the last
+    piece.
 
     Leaving the loop early, `close`, or the end of the program ends the generation at its next token.
     """

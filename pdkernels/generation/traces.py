@@ -30,8 +30,8 @@ class DenoiseStep(NamedTuple):
 
 
 class MaskedStep(NamedTuple):
-    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Positions are relative to the start of
-    the prompt."""
+    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Positions are relative to the
+    start of the prompt."""
 
     tokens: list[int]  # the canvas before; masked positions hold the mask token
     committed: dict[int, int]  # position -> token
@@ -50,7 +50,8 @@ class AdaptiveStep(NamedTuple):
 
 
 class RecurrentStep(NamedTuple):
-    """One step of a recurrent-depth decoder, as one sequence of the batch saw it: rows i at positions ``cursor + i``."""
+    """One step of a recurrent-depth decoder, as one sequence of the batch saw it: rows i at positions ``cursor +
+    i``."""
 
     cursor: int  # everything before it is frozen
     tokens: list[int]  # inputs of the rows; tokens[0] is already in the text
@@ -60,8 +61,8 @@ class RecurrentStep(NamedTuple):
 
 
 class ChunkStep(NamedTuple):
-    """One forward of planned diffusion over the chunks of a round, as one sequence of the batch saw it. All numbering starts at
-    0."""
+    """One forward of planned diffusion over the chunks of a round, as one sequence of the batch saw it. All numbering
+    starts at 0."""
 
     round: int
     canvas: list[list[int]]  # the chunks' contents before, without their tags; masked positions hold the mask token

@@ -1,7 +1,7 @@
 """The work that compiling a grammar may take: a number of steps, which is the same on every machine, and a time.
 
-Everything that walks through a schema, an expression or an automaton counts its steps here. A compile that nobody waits for any more ends at the
-next look, which also lets other threads run.
+Everything that walks through a schema, an expression or an automaton counts its steps here. A compile that nobody waits
+for any more ends at the next look, which also lets other threads run.
 """
 
 from __future__ import annotations

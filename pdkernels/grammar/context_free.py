@@ -1,7 +1,8 @@
-"""Context-free grammars of any depth, by the optional library llguidance: the mask of the next token after a prefix, and no more.
+"""Context-free grammars of any depth, by the optional library llguidance: the mask of the next token after a prefix,
+and no more.
 
-The library knows neither the tokens that it takes to complete a text nor what may stand between known ones, so these grammars are for methods
-that write token after token, and a text that is not whole at the end is an error.
+The library knows neither the tokens that it takes to complete a text nor what may stand between known ones, so these
+grammars are for methods that write token after token, and a text that is not whole at the end is an error.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def checked_rules(rules: str) -> str:
 
 
 def _check_schemas(rules: str) -> None:
-    """What llguidance 1.9.1 gets wrong in the schemas of `%json`: refused where it excludes right values, else named in a warning."""
+    """What llguidance 1.9.1 gets wrong in the schemas of `%json`: refused where it excludes right values, else named in
+    a warning."""
     for match in re.finditer(r"%json\s*", rules):
         try:
             schema, _ = json.JSONDecoder().raw_decode(rules, match.end())
@@ -95,7 +97,8 @@ def _check_schemas(rules: str) -> None:
 
 
 class PrefixAutomaton:
-    """The interface of `_host.TokenAutomaton` for prefixes of one text. A state is a prefix, in the order in which they were reached."""
+    """The interface of `_host.TokenAutomaton` for prefixes of one text. A state is a prefix, in the order in which they
+    were reached."""
 
     done = 2**30
 

@@ -54,7 +54,8 @@ def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
 
 
 def pieces(rules: str, directives: bool = False) -> list[Piece]:
-    """The words of a grammar; with `directives`, also those of Lark that are not followed here, and what is not known."""
+    """The words of a grammar; with `directives`, also those of Lark that are not followed here, and what is not
+    known."""
     lexemes, at = [], 0
     while at < len(rules):
         match = _TOKEN.match(rules, at)

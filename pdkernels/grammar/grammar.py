@@ -29,13 +29,14 @@ Fill = Literal["each", "joint"]
 class Grammar:
     """A language: `generate(grammar=..)` gives texts that belong to it, whatever the method.
 
-    Make one by `Grammar.json_schema`, `Grammar.regex`, `Grammar.choice` or `Grammar.ebnf`. It holds an automaton over bytes; the automaton over
-    the tokens of a model is made when the model is first used with it, and kept.
+    Make one by `Grammar.json_schema`, `Grammar.regex`, `Grammar.choice` or `Grammar.ebnf`. It holds an automaton over
+    bytes; the automaton over the tokens of a model is made when the model is first used with it, and kept.
 
     Attributes:
         source: what it was made from, for messages.
-        fill: how canvases are filled. "each": every position gets the token that is drawn from what the grammar allows there. "joint": the
-            positions of a forward get the tokens of the most probable valid completion (DINGO), at temperature 0.
+        fill: how canvases are filled. "each": every position gets the token that is drawn from what the grammar allows
+            there. "joint": the positions of a forward get the tokens of the most probable valid completion (DINGO), at
+            temperature 0.
 
     Example:
         >>> import pdkernels as pd
@@ -99,18 +100,18 @@ class Grammar:
     ) -> Grammar:
         """JSON values that satisfy a schema: a dict, a bool, or JSON.
 
-        Properties come in the schema's order, without others. A value of a recursive schema has at most `depth` levels of a reference inside
-        itself.
+        Properties come in the schema's order, without others. A value of a recursive schema has at most `depth` levels
+        of a reference inside itself.
 
         Args:
             schema: the schema. A keyword of JSON Schema that is not followed is refused.
-            whitespace: a regular expression for the space around brackets, commas and colons. None: at most one space after a comma
-                or a colon.
+            whitespace: a regular expression for the space around brackets, commas and colons. None: at most one space
+                after a comma or a colon.
             depth: how often a ``$ref`` may occur inside itself.
-            longest: in place of each ``maxLength`` and ``maxItems`` that is larger. Each character up to such a bound is a state, so
-                large ones need more states than an automaton may have.
-            unknown: keywords and formats that JSON Schema does not have demand nothing. "warn" names them in a warning, with the keyword that a
-                misspelt one may mean; "refuse" takes no schema that has them.
+            longest: in place of each ``maxLength`` and ``maxItems`` that is larger. Each character up to such a bound
+                is a state, so large ones need more states than an automaton may have.
+            unknown: keywords and formats that JSON Schema does not have demand nothing. "warn" names them in a warning,
+                with the keyword that a misspelt one may mean; "refuse" takes no schema that has them.
 
         Raises:
             ValueError: a schema that nothing satisfies, or whose automaton is too large.
@@ -137,10 +138,11 @@ class Grammar:
     @classmethod
     @bounded()
     def ebnf(cls, rules: str, *, start: str = "start", depth: int = 3, fill: Fill = "each") -> Grammar:
-        """The texts of a grammar in Lark's EBNF: rules ``name: expansions`` of strings, ``/patterns/``, names, groups, ``|``, ``?``, ``*``, ``+`` and
-        ``~ n..m``.
+        """The texts of a grammar in Lark's EBNF: rules ``name: expansions`` of strings, ``/patterns/``, names, groups,
+        ``|``, ``?``, ``*``, ``+`` and ``~ n..m``.
 
-        A grammar without recursion is followed exactly; of others, the texts in which no rule is more than `depth` times inside itself.
+        A grammar without recursion is followed exactly; of others, the texts in which no rule is more than `depth`
+        times inside itself.
 
         >>> sums = Grammar.ebnf('start: term ("+" term)*\\nterm: /[0-9]/ | "(" start ")"')
         >>> sums.matches("1+(2+3)"), sums.matches("1+(2")
@@ -153,8 +155,8 @@ class Grammar:
     def lark(cls, rules: str) -> Grammar:
         """The texts of a context-free grammar in the Lark format of llguidance, of any depth.
 
-        For methods that write token after token. Nothing bounds how long a text gets: one that is not whole after `max_new_tokens` is an error.
-        `ebnf` bounds the depth instead, and works in all methods.
+        For methods that write token after token. Nothing bounds how long a text gets: one that is not whole after
+        `max_new_tokens` is an error. `ebnf` bounds the depth instead, and works in all methods.
 
         Raises:
             ValueError: not a grammar of llguidance.
@@ -170,7 +172,8 @@ class Grammar:
         """The automaton over a model's tokens.
 
         Raises:
-            ValueError: tokens that write none of the texts; an end token that writes text; too many states for the vocabulary.
+            ValueError: tokens that write none of the texts; an end token that writes text; too many states for the
+                vocabulary.
             NotImplementedError: a model without a tokenizer that knows the bytes of its tokens.
         """
         key = (model.config.vocab_size, *end_tokens)
@@ -239,7 +242,8 @@ class ContextFreeGrammar(Grammar):
 
 
 def _owner(model: Any) -> Any:
-    """The tokenizer of a model. One of transformers, which is adapted anew in each call of `custom_generate`, has it as `given`."""
+    """The tokenizer of a model. One of transformers, which is adapted anew in each call of `custom_generate`, has it as
+    `given`."""
     return getattr(model.tokenizer, "given", model.tokenizer)
 
 

@@ -53,7 +53,8 @@ class Repeat(NamedTuple):
 
 
 class Subsequence(NamedTuple):
-    """Some of several items in their order, those that are marked among them, from `minimum` to `maximum` in all, with `separator` between two."""
+    """Some of several items in their order, those that are marked among them, from `minimum` to `maximum` in all, with
+    `separator` between two."""
 
     items: tuple[tuple[bool, Expression], ...]
     separator: Expression
@@ -168,7 +169,8 @@ def _split(first: int, last: int, sequences: list[tuple[tuple[int, int], ...]]) 
 class _Builder:
     """The nondeterministic automaton of an expression, built from its end.
 
-    Parts that are equal and followed by the same state are one part of the automaton. So an expression may share its parts, and endings are shared.
+    Parts that are equal and followed by the same state are one part of the automaton. So an expression may share its
+    parts, and endings are shared.
     """
 
     def __init__(self, source: str) -> None:

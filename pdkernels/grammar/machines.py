@@ -21,7 +21,8 @@ def deterministic(expression: Expression, source: str) -> Machine:
 
 
 def smallest(expression: Expression, source: str) -> Expression:
-    """The automaton with the fewest states of an expression whose texts are bounded: states with the same continuations are one."""
+    """The automaton with the fewest states of an expression whose texts are bounded: states with the same continuations
+    are one."""
     if is_nothing(expression):
         return expression
     automaton = compiled(expression, source)

@@ -95,8 +95,8 @@ class _Half(NamedTuple):
 
 @lru_cache(maxsize=256)
 def integers(low: float | None, high: float | None, *, above: bool = False, below: bool = False) -> Expression:
-    """Whole numbers from `low` to `high`, or above and below them; None: no bound. They have no point and no exponent, and no sign where none is
-    below 0."""
+    """Whole numbers from `low` to `high`, or above and below them; None: no bound. They have no point and no exponent,
+    and no sign where none is below 0."""
     if low is None and high is None:
         return Seq((optional(text("-")), _WHOLE))
     branches = []
@@ -120,8 +120,8 @@ def multiples(step: int) -> Expression:
 
 @lru_cache(maxsize=256)
 def numbers(low: float | None, high: float | None, *, above: bool = False, below: bool = False) -> Expression:
-    """Numbers from `low` to `high`, or above and below them, plain ones and those with an exponent; with bounds, one digit is before the point of
-    the latter."""
+    """Numbers from `low` to `high`, or above and below them, plain ones and those with an exponent; with bounds, one
+    digit is before the point of the latter."""
     if low is None and high is None:
         return Seq((optional(text("-")), _WHOLE, optional(_FRACTION), optional(_EXPONENT)))
     halves = Range.of(low, high, above, below).halves

@@ -45,10 +45,11 @@ _UNICODE: dict[str, Callable[[str], bool]] = {
 
 
 def parsed(pattern: str, *, search: bool = False, wide: bool = False) -> Expression:
-    """The texts that `pattern` matches whole; with `search`, those in which it is found by Python and by JavaScript, whose patterns JSON Schema
-    has; with `wide`, by one of them at least.
+    """The texts that `pattern` matches whole; with `search`, those in which it is found by Python and by JavaScript,
+    whose patterns JSON Schema has; with `wide`, by one of them at least.
 
-    ``\\d``, ``\\s`` and ``\\w`` are those of ASCII; what they exclude, such as by ``\\D`` and ``[^\\w]``, is that of Unicode.
+    ``\\d``, ``\\s`` and ``\\w`` are those of ASCII; what they exclude, such as by ``\\D`` and ``[^\\w]``, is that of
+    Unicode.
 
     Raises:
         ValueError: not a regular expression.
@@ -77,7 +78,8 @@ class _Tree:
         self._pattern, self._dot, self._wide = pattern, dot, wide
 
     def whole(self, items: list[Any], search: bool) -> Expression:
-        """The whole pattern: anchors may be at its ends, and at those of the branches of a pattern that is only branches."""
+        """The whole pattern: anchors may be at its ends, and at those of the branches of a pattern that is only
+        branches."""
         if len(items) == 1 and str(items[0][0]) == "BRANCH":
             return Alt(tuple(self.whole(list(branch), search) for branch in items[0][1][1]))
         first = last = False

@@ -60,7 +60,8 @@ _ANYTHING_DEPTH = 3  # of arrays and objects inside each other in a value withou
 def parsed_schema(
     schema: Schema | str, whitespace: str | None, depth: int, longest: int | None, unknown: Unknown | None = None
 ) -> Expression:
-    """The texts that satisfy a schema, as `Grammar.json_schema` describes them. What JSON Schema does not have is added to `unknown`.
+    """The texts that satisfy a schema, as `Grammar.json_schema` describes them. What JSON Schema does not have is added
+    to `unknown`.
 
     Raises:
         ValueError: not a JSON schema.

@@ -32,7 +32,8 @@ class _Fact(NamedTuple):
 
     types: set[str]
     labels: dict[str | None, frozenset[str]]
-    """The values that are listed for required properties, where it speaks of objects alone, and at None for itself; as `plain` writes them."""
+    """The values that are listed for required properties, where it speaks of objects alone, and at None for itself; as
+    `plain` writes them."""
     required: set[str]
     schema: Mapping[str, Any]
 

@@ -34,7 +34,8 @@ class Flattener:
         self._bases = ["", *(name.rstrip("#") for name, subschema in names if subschema is root)]
         self._inner = [name for name, subschema in names if subschema is not root and not name.startswith("#")]
         self._flat: dict[int, tuple[Any, Flat]] = {}
-        """What schemas were flattened to, by their addresses: with the schemas, so that no other one gets the address."""
+        """What schemas were flattened to, by their addresses: with the schemas, so that no other one gets the
+        address."""
 
     def __call__(self, schema: Any, place: str) -> Flat:
         """A schema without notes, `$ref` and `allOf`, in the words of the latest draft."""

@@ -1,4 +1,5 @@
-"""The keywords of JSON schemas: which there are, what their values must be, and those of earlier drafts as those of 2020-12."""
+"""The keywords of JSON schemas: which there are, what their values must be, and those of earlier drafts as those of
+2020-12."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ _MAX_VALUES = 100_000
 
 
 def check_values(schema: Any) -> None:
-    """Refuses what JSON has not, and too many values, those that a schema holds several times counted each time, before anything walks through it."""
+    """Refuses what JSON has not, and too many values, those that a schema holds several times counted each time, before
+    anything walks through it."""
     queue, seen = [("the schema", "#", schema)], 0
     while queue:
         seen += 1

@@ -1,4 +1,5 @@
-"""Two JSON schemas as one that demands what both do. Neither has `allOf` or `$ref` at its top, and `CONDITIONS` stands for `if`."""
+"""Two JSON schemas as one that demands what both do. Neither has `allOf` or `$ref` at its top, and `CONDITIONS` stands
+for `if`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from pdkernels.grammar.regex import parsed
 
 
 class Merged(dict[str, Any]):
-    """A schema that needs no more of this: `pattern` and `format` may be tuples of several, and `if` is in `CONDITIONS`."""
+    """A schema that needs no more of this: `pattern` and `format` may be tuples of several, and `if` is in
+    `CONDITIONS`."""
 
 
 class _Both(dict[str, Any]):
@@ -202,7 +204,8 @@ def _properties(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
 
 
 def _closed(inner: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """A schema inside another, whose `unevaluatedProperties` do not see the properties beside it: they are its additional ones."""
+    """A schema inside another, whose `unevaluatedProperties` do not see the properties beside it: they are its
+    additional ones."""
     if "unevaluatedProperties" not in inner:
         return inner
     choices = inner.keys() & {"anyOf", "oneOf", CONDITIONS}
@@ -243,8 +246,8 @@ def _said(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def property_of(schema: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """What a schema demands of a property: by its name, by the patterns that are found in it, and without those what it demands of
-    `others`.
+    """What a schema demands of a property: by its name, by the patterns that are found in it, and without those what it
+    demands of `others`.
 
     >>> property_of({"properties": {"a": {"type": "null"}}, "patternProperties": {"^x": {"type": "string"}}}, "xy", False)
     {'type': 'string'}

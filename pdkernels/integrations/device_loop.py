@@ -64,14 +64,15 @@ def _check_model(model: Any) -> None:
 class DeviceLoop:
     """One decoding method on one model, for generations that run on the device from the prompt to the last token.
 
-    `pdkernels.decoding.generate` reads its device after every step. Here the step is captured once, in a conditional while
-    node of a CUDA graph. If there are two kinds of rounds, both are captured, and the device chooses. A kernel logs the entry that
-    the host would have read, and sets the condition of the node while a sequence is active (`pdkernels.log_step_`). The host reads
-    the log at the end. Tokens, stats and traces are those of `generate`; confidences and distances in a trace up to rounding.
+    `pdkernels.decoding.generate` reads its device after every step. Here the step is captured once, in a conditional
+    while node of a CUDA graph. If there are two kinds of rounds, both are captured, and the device chooses. A kernel
+    logs the entry that the host would have read, and sets the condition of the node while a sequence is active
+    (`pdkernels.log_step_`). The host reads the log at the end. Tokens, stats and traces are those of `generate`;
+    confidences and distances in a trace up to rounding.
 
     Args:
-        model: a model of `pdkernels.models.load` or `from_transformers`, whole on one GPU. Its weights are read in place for as long
-            as this object lives.
+        model: a model of `pdkernels.models.load` or `from_transformers`, whole on one GPU. Its weights are read in
+            place for as long as this object lives.
         method: one that has `steps`; docs/device_loop.md lists them.
         batch: sequences of every generation.
         longest_prompt: maximum number of tokens of a prompt.
@@ -79,8 +80,9 @@ class DeviceLoop:
         **options: of the method, and settings that draw, `max_new_tokens` and `end_tokens`, as in `generate`.
 
     Raises:
-        NotImplementedError: no GPU, an old driver; a method or an option that needs its host; a model whose forward may need it (of
-            `from_callable` or `wrap`, one of your own, one with forward hooks), or which other ranks or devices share.
+        NotImplementedError: no GPU, an old driver; a method or an option that needs its host; a model whose forward may
+            need it (of `from_callable` or `wrap`, one of your own, one with forward hooks), or which other ranks or
+            devices share.
         ImportError: no cuda-python.
         ValueError, TypeError: as in `generate`.
 
@@ -157,8 +159,8 @@ class DeviceLoop:
             check_fits_memory(_OP, "max_new_tokens", max_new_tokens, 8 * log_words, model.device)
             self._log, self._count = entry.new_zeros(self._steps.max_entries, *entry.shape), entry.new_zeros(1)
             self._more = torch.zeros_like(self._count, dtype=torch.bool)
-            # The same kernel sets the condition of the if node: the next kind is above 0 or not, like the remaining tokens of an entry.
-            # Its log starts over in every round.
+            # The same kernel sets the condition of the if node: the next kind is above 0 or not, like the remaining
+            # tokens of an entry. Its log starts over in every round.
             self._form = self._steps.entry.table_of("form" if len(self._steps.forms) > 1 else "pending")[:1]
             self._form_log, self._form_count = entry.new_zeros(2, 1, 1), entry.new_zeros(1)
             self._second = torch.zeros_like(self._more)
@@ -208,8 +210,8 @@ class DeviceLoop:
 
         Args:
             prompt: `batch` of them, none longer than `longest_prompt`.
-            on_tokens: as in `generate`. With a callback the host reads the device after every step and replays the captured
-                step.
+            on_tokens: as in `generate`. With a callback the host reads the device after every step and replays the
+                captured step.
             trace: as in `generate`.
         """
         session, single = open_session(self.model, prompt, self.params, on_tokens, trace)

@@ -28,8 +28,8 @@ def to_block_mask(
         device: device of its tensors.
 
     Returns:
-        What ``create_block_mask(mask.mask_mod(device), None, None, *mask.shape, BLOCK_SIZE=block_size)`` returns: ragged last
-        tiles count as partial, since FlexAttention requires all pairs of a full tile.
+        What ``create_block_mask(mask.mask_mod(device), None, None, *mask.shape, BLOCK_SIZE=block_size)`` returns:
+        ragged last tiles count as partial, since FlexAttention requires all pairs of a full tile.
 
     Raises:
         ValueError: other tile sizes, a mask without rows.
@@ -113,15 +113,17 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """`block_sparse_attention` with the arguments, layouts and results of ``torch.nn.attention.flex_attention.flex_attention``.
+    """`block_sparse_attention` with the arguments, layouts and results of
+    ``torch.nn.attention.flex_attention.flex_attention``.
 
     Args:
-        query: ``(batch, q_heads, q_len, head_dim)``, float32, float16 or bfloat16; head_dim a multiple of 8 in ``[16, 512]``.
+        query: ``(batch, q_heads, q_len, head_dim)``, float32, float16 or bfloat16; head_dim a multiple of 8 in ``[16,
+            512]``.
         key, value: ``(batch, kv_heads, kv_len, head_dim)``, or with a batch of 1.
         score_mod: must be None: the kernels only scale and mask scores.
-        block_mask: a `BlockMask` with one head, a mask or plan of ours; None: every pair. The plan of a `BlockMask` is made in the first
-            call (see `from_block_mask`) and cached as long as the mask lives; replacing or writing tensors of the mask
-            rebuilds it, changing tensors that only its `mask_mod` reads does not.
+        block_mask: a `BlockMask` with one head, a mask or plan of ours; None: every pair. The plan of a `BlockMask` is
+            made in the first call (see `from_block_mask`) and cached as long as the mask lives; replacing or writing
+            tensors of the mask rebuilds it, changing tensors that only its `mask_mod` reads does not.
         scale: of the scores; None: ``head_dim ** -0.5``.
         enable_gqa: allows kv_heads that divide q_heads.
         return_lse: also return the log-sum-exp.
@@ -130,7 +132,8 @@ def flex_attention(
 
     Returns:
         ``out``, shape and dtype of query; ``(out, lse)`` with `return_lse`, ``(out, AuxOutput)`` with `return_aux`. The
-        log-sum-exp is ``(batch, q_heads, q_len)`` float32, natural. Rows that see nothing are zero, with a log-sum-exp of -inf.
+        log-sum-exp is ``(batch, q_heads, q_len)`` float32, natural. Rows that see nothing are zero, with a log-sum-exp
+        of -inf.
 
     Raises:
         NotImplementedError: a score_mod, kernel options, maximal scores.

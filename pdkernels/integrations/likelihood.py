@@ -87,12 +87,13 @@ def masked_log_likelihood(
 ) -> list[Likelihood]:
     """LLaDA's bound on the log-likelihood of texts, in nats, under a model that fills in masks.
 
-    The bound is a mean over l, uniform in 1 .. L, and over the sets of l of the text's L tokens: ``L / l`` times the log-probability
-    of these tokens, masked, given all others. It is also the mean over all orders in which the text can be written. If a text has at
-    most `samples` sets, all of them are used and the result is exact. Otherwise `samples` sets are drawn at random: l goes
-    through 1 .. L evenly from a random start, as in the published code.
+    The bound is a mean over l, uniform in 1 .. L, and over the sets of l of the text's L tokens: ``L / l`` times the
+    log-probability of these tokens, masked, given all others. It is also the mean over all orders in which the text can
+    be written. If a text has at most `samples` sets, all of them are used and the result is exact. Otherwise `samples`
+    sets are drawn at random: l goes through 1 .. L evenly from a random start, as in the published code.
 
-    Source: "Large Language Diffusion Models" (LLaDA), the appendix on likelihoods, and the evaluation published with it.
+    Source: "Large Language Diffusion Models" (LLaDA), the appendix on likelihoods, and the evaluation published with
+        it.
 
     Args:
         model: a bidirectional model of `pdkernels.models` with a mask token, or a wrapped one.
@@ -133,7 +134,8 @@ def masked_log_likelihood(
 
 
 def _masks(length: int, samples: int, seed: int) -> Tensor:
-    """Weights ``(n, length)`` of all sets or of random ones: their probability times L / l, and 0 where a token is not masked."""
+    """Weights ``(n, length)`` of all sets or of random ones: their probability times L / l, and 0 where a token is not
+    masked."""
     sets = 2**length - 1
     if sets <= samples:
         weights = torch.zeros(sets, length, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""A CUDA graph that repeats a captured graph while a kernel sets its condition, built with cuda-python: PyTorch has no such node.
+"""A CUDA graph that repeats a captured graph while a kernel sets its condition, built with cuda-python: PyTorch has no
+such node.
 
     graph                                            a conditional node of type WHILE tests a value that kernels set
     ├─ kernel   sets the value
@@ -6,8 +7,9 @@
        ├─ the captured graph, as a child; of two, a conditional node of type IF / ELSE chooses by a second value
        └─ kernel   sets the value, and a second one the other
 
-A captured graph may have kernels, copies and memsets of device memory, which is what PyTorch records for decoders. It must not have
-conditional nodes or allocations, because PyTorch's allocator serves these from a pool that belongs to its own graph object.
+A captured graph may have kernels, copies and memsets of device memory, which is what PyTorch records for decoders. It
+must not have conditional nodes or allocations, because PyTorch's allocator serves these from a pool that belongs to its
+own graph object.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def require(op: str, device: torch.device) -> None:
 
 
 def capture(step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """The launches of `step`, as a graph. It must have run on `stream` before, so that nothing is allocated or compiled during
-    capture."""
+    """The launches of `step`, as a graph. It must have run on `stream` before, so that nothing is allocated or compiled
+    during capture."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
@@ -55,7 +57,8 @@ def capture(step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.C
 
 
 class WhileGraph:
-    """Repeats a graph, or one of two graphs. It uses the memory of their pools, so their graph objects must be kept alive.
+    """Repeats a graph, or one of two graphs. It uses the memory of their pools, so their graph objects must be kept
+    alive.
 
     Args:
         forms: the raw `cudaGraph_t` of the body, or two of them. They are copied.
@@ -76,8 +79,8 @@ class WhileGraph:
         graph = _call(driver.cuGraphCreate(0))
         release = weakref.finalize(self, driver.cuGraphDestroy, graph)
         release.atexit = False  # the driver may be gone by then
-        # A launch starts with a condition of 0: if no kernel sets it, there is no round instead of endless rounds. Handles belong
-        # to the outer graph even if the node is inside the body.
+        # A launch starts with a condition of 0: if no kernel sets it, there is no round instead of endless rounds.
+        # Handles belong to the outer graph even if the node is inside the body.
         handles = [
             _call(driver.cuGraphConditionalHandleCreate(graph, context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT))
             for _ in forms

@@ -1,5 +1,5 @@
-"""A transformer, a hybrid and a recurrent-depth model that run on our caches, the trained tiny models, and checkpoints from local
-folders."""
+"""A transformer, a hybrid and a recurrent-depth model that run on our caches, the trained tiny models, and checkpoints
+from local folders."""
 
 from pdkernels.models.architectures.callable_model import CallableModel, from_callable
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig

@@ -21,7 +21,8 @@ assert set(CAPABILITIES) == set(get_args(Capability))
 
 
 def capabilities(model: Any) -> frozenset[Capability]:
-    """The attribute `capabilities` of `model`, or, without one, the capabilities that follow from its config; and "drafter".
+    """The attribute `capabilities` of `model`, or, without one, the capabilities that follow from its config; and
+    "drafter".
 
     >>> import pdkernels as pd
     >>> sorted(capabilities(pd.models.load("tiny-trimode"))), sorted(capabilities(pd.models.load("tiny-recurrent")))
@@ -37,7 +38,8 @@ def capabilities(model: Any) -> frozenset[Capability]:
 
 
 def of_config(model: Any) -> frozenset[Capability]:
-    """The capabilities that follow from `config.attention`, `config.predicts`, `config.mean_recurrence` and `plan_tokens`."""
+    """The capabilities that follow from `config.attention`, `config.predicts`, `config.mean_recurrence` and
+    `plan_tokens`."""
     config = getattr(model, "config", None)
     names: set[Capability] = set()
     attention, predicts_own = getattr(config, "attention", "causal"), getattr(config, "predicts", "next") == "own"

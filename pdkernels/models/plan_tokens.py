@@ -15,9 +15,9 @@ Predicts = Literal["own", "next"]
 class PlanTokens:
     """Ids of the tokens that structure a planned text, and two properties of chunks that a decoder needs.
 
-    A plan is a sequence of items ``topic_open, topic, number, topic_close``; item i asks for chunk i, which is ``chunk_open``,
-    `unit` times the number of tokens, ``chunk_close``. `sync` after the chunks starts another round, an end token ends the
-    text.
+    A plan is a sequence of items ``topic_open, topic, number, topic_close``; item i asks for chunk i, which is
+    ``chunk_open``, `unit` times the number of tokens, ``chunk_close``. `sync` after the chunks starts another round, an
+    end token ends the text.
 
     Source: Planned Diffusion, section 3; the ids of the released checkpoints are `PUBLISHED`.
 

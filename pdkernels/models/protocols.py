@@ -1,4 +1,5 @@
-"""The interfaces that decoding methods require of a model: your own model needs only these members (docs/own_models.md).
+"""The interfaces that decoding methods require of a model: your own model needs only these members
+(docs/own_models.md).
 
 `requirements` reads the members and their keywords from a protocol, and `missing` compares a model with them.
 """
@@ -80,10 +81,11 @@ class CausalModel(LanguageModel, Protocol):
     def __call__(
         self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """Logits ``(batch, R, vocab_size)`` of the given `rows` ``(batch, R)`` of `tokens` ``(batch, T)``; None: of all.
+        """Logits ``(batch, R, vocab_size)`` of the given `rows` ``(batch, R)`` of `tokens` ``(batch, T)``; None: of
+        all.
 
-        Row i of sequence b is at position ``cache.lengths[b] + i`` and attends to everything up to itself. The rows after the first
-        ``counts[b]`` are padding. `cache.commit_` then decides which rows become part of the prefix.
+        Row i of sequence b is at position ``cache.lengths[b] + i`` and attends to everything up to itself. The rows
+        after the first ``counts[b]`` are padding. `cache.commit_` then decides which rows become part of the prefix.
         """
         ...
 
@@ -106,7 +108,8 @@ class BranchingModel(CausalModel, Protocol):
 
 
 class BlockModel(CausalModel, Protocol):
-    """For `block_diffusion`: attention is bidirectional inside a block, and the head can be applied to hidden rows later."""
+    """For `block_diffusion`: attention is bidirectional inside a block, and the head can be applied to hidden rows
+    later."""
 
     def __call__(
         self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, mask: Any = None, rows: Tensor | None = None
@@ -120,10 +123,11 @@ class BlockModel(CausalModel, Protocol):
 
 
 class TappedModel(CausalModel, Protocol):
-    """For `eagle`, `dflash` and `mtp`: forwards that also return the inputs of layers, and a head that can be applied to hidden rows later.
+    """For `eagle`, `dflash` and `mtp`: forwards that also return the inputs of layers, and a head that can be applied
+    to hidden rows later.
 
-    A drafter without an embedding of its own also needs `embed`, from tokens to their embeddings. Trees need a `tapped` that also takes
-    `mask` and `positions`, and a cache whose `commit_` takes a source index.
+    A drafter without an embedding of its own also needs `embed`, from tokens to their embeddings. Trees need a `tapped`
+    that also takes `mask` and `positions`, and a cache whose `commit_` takes a source index.
     """
 
     @property
@@ -134,8 +138,8 @@ class TappedModel(CausalModel, Protocol):
         ...
 
     def tapped(self, tokens: Tensor, taps: Sequence[int], *, cache: Any, counts: Tensor | None = None) -> Any:
-        """The hidden rows ``(batch, T, hidden_size)``, for `logits`, and the inputs ``(batch, T, len(taps), hidden_size)`` of
-        the layers `taps`; the arguments are those of a forward."""
+        """The hidden rows ``(batch, T, hidden_size)``, for `logits`, and the inputs ``(batch, T, len(taps),
+        hidden_size)`` of the layers `taps`; the arguments are those of a forward."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -208,9 +212,9 @@ class BidirectionalModel(LanguageModel, Protocol):
     ) -> Tensor:
         """Hidden rows ``(batch, T, hidden_size)`` of `tokens` ``(batch, T)``, at positions ``starts[b]`` and after.
 
-        A row attends to the first ``visible[b]`` positions of its sequence; positions outside `tokens` are read from the cache.
-        A model that computes its rows from `tokens` alone must have ``keeps_rows = False``. A model whose cache keeps the other
-        rows has ``keeps_rows = True``, which `fast_dllm` requires.
+        A row attends to the first ``visible[b]`` positions of its sequence; positions outside `tokens` are read from
+        the cache. A model that computes its rows from `tokens` alone must have ``keeps_rows = False``. A model whose
+        cache keeps the other rows has ``keeps_rows = True``, which `fast_dllm` requires.
         """
         ...
 
@@ -306,7 +310,8 @@ def requirements(protocol: type) -> tuple[Requirement, ...]:
 
 
 def missing(model: object, protocol: type) -> str:
-    """The first thing that a model lacks for a protocol: "the member `logits`", "the argument `visible` of `recompute`"; "" for nothing.
+    """The first thing that a model lacks for a protocol: "the member `logits`", "the argument `visible` of
+    `recompute`"; "" for nothing.
 
     >>> class Half:
     ...     config, tokenizer, end_tokens = torch.finfo(torch.float32), None, ()

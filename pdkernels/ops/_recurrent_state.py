@@ -29,7 +29,8 @@ UPDATES = "pending_update"
 
 
 def _check_step(op: str, new: dict[str, Tensor], pending: dict[str, Tensor], step: StepArguments) -> None:
-    """What all steps share. `new`: inputs whose own shapes were checked; `pending`: where those of their rows are kept, in the same order."""
+    """What all steps share. `new`: inputs whose own shapes were checked; `pending`: where those of their rows are kept,
+    in the same order."""
     state_lengths, lengths, counts, cache_rows, pending_index, parents, keep = step
     first = next(iter(new.values()))
     (batch, rows), device = first.shape[:2], first.device

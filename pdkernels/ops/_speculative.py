@@ -26,7 +26,8 @@ from pdkernels.reference import speculative_attention as reference
 OP = "speculative_attention"
 APPEND = "speculative_attention_append_"
 
-# A block's offsets from its first token must fit into 32 bits on CUDA. Inputs with wider strides are copied, caches never.
+# A block's offsets from its first token must fit into 32 bits on CUDA. Inputs with wider strides are copied, caches
+# never.
 MAX_CUDA_TOKEN_STRIDE = 2**23
 # What the reference takes after the tensors and the mask, under the names of the op.
 OF_REFERENCE = {
@@ -54,7 +55,8 @@ def check_tensors(op: str, tensors: Sequence[Tensor], plan: TilePlan, cu_seqlens
 def first_positions(
     op: str, q: Tensor, lengths: Tensor, starts: Tensor | None, window: int | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
-    """`starts` and `window` as the op takes both: ``(batch, 1)``, ``(batch, new)``, or ``(1, rows)`` of packed sequences."""
+    """`starts` and `window` as the op takes both: ``(batch, 1)``, ``(batch, new)``, or ``(1, rows)`` of packed
+    sequences."""
     if starts is not None:
         check_type(isinstance(starts, Tensor), op, "starts", "be a tensor", type(starts).__name__)
         if starts.dim() == 1:

@@ -44,26 +44,29 @@ def quantize(
     matrices to `skip`.
 
     Args:
-        weight: ``(outputs, width)`` of any float dtype, finite, or ``(matrices, outputs, width)``: the experts of a mixture. Or a
-            `pdkernels.models.Transformer`, whose embedding and head are quantised too; or a wrapped model of transformers, whose
-            linear layers are.
+        weight: ``(outputs, width)`` of any float dtype, finite, or ``(matrices, outputs, width)``: the experts of a
+            mixture. Or a `pdkernels.models.Transformer`, whose embedding and head are quantised too; or a wrapped model
+            of transformers, whose linear layers are.
         format: "int8" and "int4": a scale for `group` columns of an output, codes symmetric around zero.
-            "q8_0", "q4_0", "q4_1", "q5_0", "q5_1": GGUF's formats with a scale (and a minimum) for 32 columns, with the codes that
-            llama.cpp's quantiser writes.
-        group: columns that share a scale, a multiple of 32; 0: the whole width. None: 0 for int8, 32 for int4. Formats of GGUF have
-            their own.
-        skip: matrices of a model to leave as they are: "embedding", "head", "qkv", "output", "gate_up", "down", "experts_gate_up",
-            "experts_down", "shared_gate_up", "shared_down"; of a wrapped model the last parts of its modules' names, such as "lm_head" or "mlp.down_proj".
+            "q8_0", "q4_0", "q4_1", "q5_0", "q5_1": GGUF's formats with a scale (and a minimum) for 32 columns, with the
+            codes that llama.cpp's quantiser writes.
+        group: columns that share a scale, a multiple of 32; 0: the whole width. None: 0 for int8, 32 for int4. Formats
+            of GGUF have their own.
+        skip: matrices of a model to leave as they are: "embedding", "head", "qkv", "output", "gate_up", "down",
+            "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"; of a wrapped model the last parts of its
+            modules' names, such as "lm_head" or "mlp.down_proj".
 
     Returns:
         `QuantizedWeight` on the CPU; or a new model like the one given.
 
     Raises:
-        ValueError: an unknown format, values that are not finite, or a width that is not a multiple of 32 in a format of GGUF.
+        ValueError: an unknown format, values that are not finite, or a width that is not a multiple of 32 in a format
+            of GGUF.
         TypeError: neither a matrix nor such a model, or one in float64.
         NotImplementedError: a model that has packed matrices already.
 
-    Source: `quantize_row_*_ref` of ggml-quants.c in github.com/ggml-org/ggml; for int8 and int4, scale = max / (2^(bits - 1) - 1).
+    Source: `quantize_row_*_ref` of ggml-quants.c in github.com/ggml-org/ggml; for int8 and int4, scale = max / (2^(bits
+        - 1) - 1).
 
     Example:
         >>> import torch, pdkernels as pd

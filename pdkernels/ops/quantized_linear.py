@@ -26,9 +26,10 @@ def quantized_linear(
 ) -> Tensor:
     """``x @ weight^T + bias`` with a quantised matrix: the same bits for a row in any batch, at every level of the CPU.
 
-    The matrix is read once for all rows, as it lies in memory. Each row of `x` is quantised to 8 bits in blocks of 32, its products
-    with the codes of the matrix are exact whole numbers, and the blocks of an output are added up in ascending order in float32; the
-    reference states the formula. So neither the other rows, nor threads, nor the processor's instructions change a result.
+    The matrix is read once for all rows, as it lies in memory. Each row of `x` is quantised to 8 bits in blocks of 32,
+    its products with the codes of the matrix are exact whole numbers, and the blocks of an output are added up in
+    ascending order in float32; the reference states the formula. So neither the other rows, nor threads, nor the
+    processor's instructions change a result.
 
     Args:
         x: ``(..., width)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
@@ -46,7 +47,8 @@ def quantized_linear(
 
     Deterministic, and equal to the reference bit for bit.
 
-    Source: the formats of github.com/ggml-org/ggml (ggml-common.h); integer products as in Dettmers et al., "LLM.int8()" (2022).
+    Source: the formats of github.com/ggml-org/ggml (ggml-common.h); integer products as in Dettmers et al.,
+        "LLM.int8()" (2022).
 
     Example:
         >>> import torch, pdkernels as pd
@@ -71,7 +73,8 @@ def quantized_embedding(
         backend: see `pdkernels.show_config`.
 
     Returns:
-        ``(*ids.shape, width)``: ``scale * (code - zero) + minimum``, each operation rounded to float32, then to `dtype`.
+        ``(*ids.shape, width)``: ``scale * (code - zero) + minimum``, each operation rounded to float32, then to
+        `dtype`.
 
     Raises:
         ValueError: an id out of range; on CUDA such a row is undefined.

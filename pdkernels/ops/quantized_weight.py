@@ -32,7 +32,8 @@ class Part(NamedTuple):
     layout: Layout
     outputs: int
     data: Tensor
-    """Packed codes and scales, ``(layout.nbytes(outputs, width),)`` uint8; those of several matrices follow each other."""
+    """Packed codes and scales, ``(layout.nbytes(outputs, width),)`` uint8; those of several matrices follow each
+    other."""
 
     def unpacked(self, width: int) -> Quantized:
         """The codes and scales of a single matrix, on the CPU."""
@@ -42,14 +43,14 @@ class Part(NamedTuple):
 class QuantizedWeight(torch.nn.Module):
     """A matrix `(outputs, width)` of a quantised format: what `linear` and `linear_token_statistics` take as a weight.
 
-    Its codes stay packed in memory, four to eight bits each, and products read them as they are. Matrices of other formats can be
-    joined: a model's fused projection of queries, keys and values may have a format for each. A module without
-    parameters: its bytes are buffers, so that `state_dict` and `to(device)` work; `to(dtype)` changes nothing.
+    Its codes stay packed in memory, four to eight bits each, and products read them as they are. Matrices of other
+    formats can be joined: a model's fused projection of queries, keys and values may have a format for each. A module
+    without parameters: its bytes are buffers, so that `state_dict` and `to(device)` work; `to(dtype)` changes nothing.
 
     Made by `quantize`, or by loading a quantised checkpoint.
 
-    With `matrices` it holds so many of one shape and format, `(matrices, outputs, width)`: the experts of a mixture, which
-    `grouped_linear` takes.
+    With `matrices` it holds so many of one shape and format, `(matrices, outputs, width)`: the experts of a mixture,
+    which `grouped_linear` takes.
 
     Args:
         parts: consecutive outputs with the format of each.
@@ -134,7 +135,8 @@ class QuantizedWeight(torch.nn.Module):
 
         Args:
             format: its name.
-            codes: ``(outputs, width)`` uint8 of 4 or 8 `bits`; of several matrices one after the other, as are scales and zeros.
+            codes: ``(outputs, width)`` uint8 of 4 or 8 `bits`; of several matrices one after the other, as are scales
+                and zeros.
             scales: ``(outputs, groups)`` float16, bfloat16 or float32, finite.
             zeros: ``(outputs, groups)`` uint8.
             group: columns that share a scale, a multiple of `GROUP`; 0: all.

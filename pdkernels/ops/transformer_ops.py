@@ -193,8 +193,8 @@ def apply_rope_(
     Args:
         x: ``(B, R, heads, D)`` float32, float16 or bfloat16, D even. Updated in place. Any strides with a contiguous
             last dimension.
-        cos, sin: ``(P, D)`` float32, contiguous, as `pdkernels.models.architectures.rope.rope_tables` makes them: the sine is
-            negative for the first of each pair.
+        cos, sin: ``(P, D)`` float32, contiguous, as `pdkernels.models.architectures.rope.rope_tables` makes them: the
+            sine is negative for the first of each pair.
         positions: ``(B, R)``, or ``(R,)`` for all sequences, int32 or int64, of any strides: rows of the tables.
         style: which components are a pair: ``"half"`` i and i + D/2, ``"interleaved"`` 2i and 2i + 1.
         backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.

@@ -259,7 +259,8 @@ class Frontend:
         self.settings, self._max_choices = settings, max_choices
 
     def prepare(self, grammar: Grammar) -> int:
-        """Makes a grammar's automaton over the tokens, as requests will ask for it; returns the bytes of its automata, about."""
+        """Makes a grammar's automaton over the tokens, as requests will ask for it; returns the bytes of its automata,
+        about."""
         ends, nbytes = tuple(self.engine.model.end_tokens), 1024 * grammar.automaton.states
         if ends:
             automaton = grammar.for_model(self.engine.model, ends)
@@ -365,7 +366,8 @@ class Frontend:
         return Refused(fault, 404, "model", "model_not_found")
 
     def limit(self, kind: str, prompt: int, most: int | None, asked: str = "max_tokens") -> int:
-        """New tokens of an answer to so many: `most`, for which the request has the field `asked`, or what there is room for."""
+        """New tokens of an answer to so many: `most`, for which the request has the field `asked`, or what there is
+        room for."""
         engine, code, field = self.engine, "context_length_exceeded", "messages" if kind == "chat" else "prompt"
         if prompt > engine.max_prompt_tokens:
             fault = f"the prompt has {prompt} tokens; at most {engine.max_prompt_tokens} are taken here"

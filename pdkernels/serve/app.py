@@ -52,7 +52,8 @@ class Limits:
         choices: answers that one request may ask for.
         seconds: of an answer; None: no limit. A request's own `timeout` counts if it is smaller.
         shutdown: seconds that requests have to finish after the server was told to stop.
-        compile: seconds of CPU time that a request's grammar may take to compile, besides the steps that `Grammar` allows.
+        compile: seconds of CPU time that a request's grammar may take to compile, besides the steps that `Grammar`
+            allows.
     """
 
     body: int = 1 << 20
@@ -76,7 +77,8 @@ def create_app(
     hosts: Sequence[str] = (),
     drafters: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/metrics`, and a page at `/`.
+    """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/metrics`,
+    and a page at `/`.
 
     Args:
         engine: closed when the application ends.
@@ -85,8 +87,10 @@ def create_app(
         sampling: temperature and other settings of requests that have none.
         limits: None: the defaults.
         api_key: what clients must send as a bearer token, but for `/health`; None: nothing.
-        origins: of pages on other hosts whose scripts may send requests (CORS), such as "http://localhost:3000"; "*": all.
-        hosts: names by which clients reach it, such as "api.example.org"; "*": all. None: any, but at a loopback address only loopback's.
+        origins: of pages on other hosts whose scripts may send requests (CORS), such as "http://localhost:3000"; "*":
+            all.
+        hosts: names by which clients reach it, such as "api.example.org"; "*": all. None: any, but at a loopback
+            address only loopback's.
         drafters: that requests may name in `options.drafter`: models with the same vocabulary, and heads for the model.
 
     Example:

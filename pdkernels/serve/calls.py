@@ -1,6 +1,7 @@
 """Calls of tools in an answer: how models write them, and how they are read while the text comes.
 
-Sources: the chat templates of Qwen 2.5 and 3 and of Hermes 2 (`<tool_call>`), of Mistral 7B v0.3 (`[TOOL_CALLS]`), and of Llama 3.1 to 3.3.
+Sources: the chat templates of Qwen 2.5 and 3 and of Hermes 2 (`<tool_call>`), of Mistral 7B v0.3 (`[TOOL_CALLS]`), and
+of Llama 3.1 to 3.3.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class CallForm(NamedTuple):
     opening: str
     """What comes before a call, or before a list of them."""
     marked: bool
-    """Whether a text has `opening`. If not, it is a special token, which texts leave out: an answer that begins with a call is one."""
+    """Whether a text has `opening`. If not, it is a special token, which texts leave out: an answer that begins with a
+    call is one."""
     listed: bool
     """Whether calls are the items of a JSON array."""
     several: bool
@@ -116,8 +118,8 @@ News = list[str | CallDelta]
 
 
 class CallParser:
-    """Reads a text piece by piece: what is a call, and what is text. A call that is none, since it is no JSON or names nothing, stays text.
-    So do calls inside a thought, which the model only considers.
+    """Reads a text piece by piece: what is a call, and what is text. A call that is none, since it is no JSON or names
+    nothing, stays text. So do calls inside a thought, which the model only considers.
 
     The pieces do not matter: texts and calls are those of the whole text. Spaces before a call are part of neither.
 

@@ -43,7 +43,8 @@ class GrammarPool:
         self._running: list[_Job] = []
 
     async def get(self, key: Hashable, make: Callable[[], Grammar], timeout: float | None) -> Grammar:
-        """The grammar that is asked for: of an earlier request, or by `make`. If all who wait for it leave, it is given up.
+        """The grammar that is asked for: of an earlier request, or by `make`. If all who wait for it leave, it is given
+        up.
 
         Raises:
             Refused: the time is over, or the server stops.

@@ -1,4 +1,5 @@
-"""Errors in OpenAI's form, in the words of those who send requests: fields by their names there, and no names of Python's."""
+"""Errors in OpenAI's form, in the words of those who send requests: fields by their names there, and no names of
+Python's."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def shown(value: Any) -> str:
 
 
 def in_http_words(text: str) -> str:
-    """An error of the engine or of a method as one of a request: with its fields, and without what only Python's callers can do.
+    """An error of the engine or of a method as one of a request: with its fields, and without what only Python's
+    callers can do.
 
     >>> in_http_words("pdkernels.Engine.submit: max_new_tokens must be an int, got str. Pass max_new_tokens=5.")
     'max_tokens must be an integer, got text.'

@@ -37,7 +37,8 @@ class Asked(NamedTuple):
 
     content: tuple[str, str] | None
     calling: tuple[CallForm, tuple[tuple[str, str], ...], bool, bool] | None = None
-    """The form of calls, the tools with their schemas, whether there is one call at most, and whether the text must be calls."""
+    """The form of calls, the tools with their schemas, whether there is one call at most, and whether the text must be
+    calls."""
 
     thoughts: tuple[tuple[ThoughtForm, ...], ThoughtForm | None] = ((), None)
     """Those that may come before calls, and the one in which the answer begins."""
@@ -108,8 +109,8 @@ def _calls(
     thoughts: tuple[ThoughtForm, ...] = (),
     thought: ThoughtForm | None = None,
 ) -> Grammar:
-    """Texts that are calls; unless `forced`, also a text, before or in place of calls, that `content` says more of. It may begin with a
-    thought of any text, and must end the `thought` in which it begins."""
+    """Texts that are calls; unless `forced`, also a text, before or in place of calls, that `content` says more of. It
+    may begin with a thought of any text, and must end the `thought` in which it begins."""
     calls = either([_call(form, name, parameters) for name, parameters in tools])
     if form.marked:
         calls = sequence(form.opening, calls, form.closing)

@@ -27,7 +27,8 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.%]+\]|[^\s:@/\[\]]+)(?::([0-9]{1,5}))?", r
 
 
 class Gate:
-    """Lets requests through that a page of another site cannot have sent, with the key, and with a JSON body of bounded size and time.
+    """Lets requests through that a page of another site cannot have sent, with the key, and with a JSON body of bounded
+    size and time.
 
     Args:
         app: the application.
@@ -35,8 +36,9 @@ class Gate:
         seconds: in which it must arrive.
         api_key: that clients must send; None: none.
         origins: of pages of other sites that may send requests; "*": all.
-        hosts: names of this server in requests, as "name" or "name:port"; "*": all. A connection to a loopback address needs one of
-            them, of loopback's or the machine's: a page of another site can have its own name lead there. Without `hosts`, others need none.
+        hosts: names of this server in requests, as "name" or "name:port"; "*": all. A connection to a loopback address
+            needs one of them, of loopback's or the machine's: a page of another site can have its own name lead there.
+            Without `hosts`, others need none.
     """
 
     def __init__(

@@ -31,7 +31,8 @@ def shown(token: bytes, prefix: str = "") -> str:
 
 
 def entries(chat: bool, tokenizer: Any, ids: list[int], text: str, found: LogProbs) -> dict[str, Any]:
-    """The field `logprobs` of a choice: of the tokens of its text, without an end token and what a stop string has cut off.
+    """The field `logprobs` of a choice: of the tokens of its text, without an end token and what a stop string has cut
+    off.
 
     Args:
         chat: whether in the form of chats, else in that of completions.

@@ -13,9 +13,9 @@ from pdkernels.serve.errors import Refused, shown
 def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
     """Messages with texts for contents: parts of text are joined, since templates differ in whether they take them.
 
-    The role "developer" becomes "system", which it has replaced in OpenAI's interface, unless the template knows it. The arguments of calls,
-    which are JSON there, become objects, and what a tool has answered gets the tool's name, which the call has. A message with calls and
-    without text has an empty one, or None if the template asks for that.
+    The role "developer" becomes "system", which it has replaced in OpenAI's interface, unless the template knows it.
+    The arguments of calls, which are JSON there, become objects, and what a tool has answered gets the tool's name,
+    which the call has. A message with calls and without text has an empty one, or None if the template asks for that.
 
     Args:
         messages: of a request.

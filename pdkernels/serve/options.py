@@ -19,7 +19,8 @@ _PLAIN = ("int", "float", "bool", "str", "Literal[", "Sequence[int]")
 class MethodSettings:
     """Settings and options of methods.
 
-    A value that comes by HTTP is a number, a flag or a word, or the name of a drafter that is offered: it never names a file or a model.
+    A value that comes by HTTP is a number, a flag or a word, or the name of a drafter that is offered: it never names a
+    file or a model.
 
     Args:
         method, options: of requests that name no method; settings may be among the options.
@@ -35,7 +36,8 @@ class MethodSettings:
     def options_of(
         self, method: Method, asked: Mapping[str, Any] | None, fields: Collection[str] = ()
     ) -> dict[str, Any]:
-        """The options of a request's method: its own, which are not among its `fields`, over the server's if that is its method too."""
+        """The options of a request's method: its own, which are not among its `fields`, over the server's if that is
+        its method too."""
         for name in asked or {}:
             if name not in method.options or name in fields:
                 words = f"is no option of method {method.name!r}{field_hint(name)}"
@@ -68,7 +70,8 @@ class MethodSettings:
         return offered[value]
 
     def of_request(self, body: Settings, method: Method) -> tuple[SamplingParams, dict[str, Any]]:
-        """Settings and options. A field of the request wins over the server's options, and those over the suggested ones."""
+        """Settings and options. A field of the request wins over the server's options, and those over the suggested
+        ones."""
         options = self.options_of(method, body.options, SETTINGS)
         served = {name: options.pop(name) for name in SETTINGS if name in options}
         asked = body.settings()

@@ -49,8 +49,8 @@ def listeners(host: str, port: int) -> list[socket.socket]:
 def fair(protocol: Any, seconds: float) -> Any:
     """uvicorn's protocol of a connection, in which no client makes others wait.
 
-    What has come is parsed in pieces, between which others have their turn: a body in chunks of a byte takes long. And a connection is closed
-    if the head of a request does not arrive within `seconds`; uvicorn itself waits for ever.
+    What has come is parsed in pieces, between which others have their turn: a body in chunks of a byte takes long. And
+    a connection is closed if the head of a request does not arrive within `seconds`; uvicorn itself waits for ever.
     """
 
     class Fair(protocol):  # type: ignore[misc]

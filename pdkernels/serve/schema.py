@@ -87,7 +87,8 @@ class Settings(Sampling):  # type: ignore[misc]
     choice: Annotated[list[str], Field(min_length=1)] | None = None
     """Texts of which the answer is one."""
     provisional: bool = False
-    """Whether a stream also says what stands after its text so far, and may still change; of methods that fill positions in any order."""
+    """Whether a stream also says what stands after its text so far, and may still change; of methods that fill
+    positions in any order."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which an answer ends with what it has."""
 

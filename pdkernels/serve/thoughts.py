@@ -1,7 +1,7 @@
 """Thoughts in an answer: the tags between which models think before they answer.
 
-Sources: the chat templates of DeepSeek R1, Qwen 3, GLM 4.5 and others (`<think>`), Magistral (`[THINK]`), Seed-OSS, gpt-oss, Gemma 4, Kimi VL,
-Command A Reasoning, EXAONE Deep.
+Sources: the chat templates of DeepSeek R1, Qwen 3, GLM 4.5 and others (`<think>`), Magistral (`[THINK]`), Seed-OSS,
+gpt-oss, Gemma 4, Kimi VL, Command A Reasoning, EXAONE Deep.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def thoughts_of(template: str) -> tuple[ThoughtForm, ...]:
 
 
 def opened(forms: Sequence[ThoughtForm], prompt: str, continued: Any = None) -> ThoughtForm | None:
-    """The thought in which an answer begins: the one that the prompt ends by opening, or that the `continued` text has not closed.
+    """The thought in which an answer begins: the one that the prompt ends by opening, or that the `continued` text has
+    not closed.
 
     >>> opened([THINK], "<|im_start|>assistant\\n<think>\\n").closing
     '</think>'

@@ -22,7 +22,8 @@ class Calling:
         forced: whether the answer must be a call.
         strict: whether calls that the model chooses must follow the schemas.
         single: whether an answer has one call at most.
-        thoughts: forms of thoughts, in which calls do not count. None where the grammar has an answer begin with a call or a form.
+        thoughts: forms of thoughts, in which calls do not count. None where the grammar has an answer begin with a call
+            or a form.
         thought: the form of the one in which the answer begins.
     """
 
@@ -36,7 +37,8 @@ class Calling:
     thought: ThoughtForm | None = None
 
     def after(self, tokenizer: Any, prompt: list[int], continued: Any) -> Calling:
-        """The same, after a prompt that may have opened a thought. `continued`: the text that the answer continues, if it does."""
+        """The same, after a prompt that may have opened a thought. `continued`: the text that the answer continues, if
+        it does."""
         decode = getattr(tokenizer, "decode_all", tokenizer.decode)  # tags may be special tokens
         return replace(self, thought=opened(self.thoughts, decode(prompt[-64:]), continued)) if self.thoughts else self
 
@@ -62,7 +64,8 @@ def asked_calls(body: ChatRequest, template: Any) -> Calling | None:
         template: the tokenizer's.
 
     Raises:
-        Refused: tools that this template does not show to the model, unless a call is forced; a choice of what is no tool.
+        Refused: tools that this template does not show to the model, unless a call is forced; a choice of what is no
+            tool.
     """
     choice = body.tool_choice or "auto"
     if not body.tools:

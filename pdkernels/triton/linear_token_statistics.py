@@ -35,16 +35,14 @@ class Tiling(NamedTuple):
     """Tiles of columns that are multiplied at a time, 1 or 2; each joins the statistics by itself."""
 
 
-# By architecture, for up to 64 rows, for more, and for sampling; those not listed use sm_80's, which fits into 99 KiB of
-# shared memory. With few rows only the rate at which weights arrive counts: 64 rows ask less of the tensor cores than
-# that rate would let them do, so no smaller tile is needed, which would round differently.
-#   - Hopper: L2 delivers some 28 bytes a cycle to an SM, and tiles of 64 x 128 ask for 96 while the tensor cores are
-#     busy, two abreast of 128 rows for 48. A warp holds 16 whole rows of a tile in either, and so the order of sums is
-#     the same.
-#   - For sampling 8 warps share a tile of 64 rows, which leaves registers for random words: 4 would spill them by the
-#     kilobyte.
-#   - float32 runs on the plain FMA units, where large tiles spill.
-# Registers and shared memory are in tests/triton_budgets.json.
+# By architecture, for up to 64 rows, for more, and for sampling; those not listed use sm_80's, which fits into 99 KiB
+# of shared memory. With few rows only the rate at which weights arrive counts: 64 rows ask less of the tensor cores
+# than that rate would let them do, so no smaller tile is needed, which would round differently.   - Hopper: L2 delivers
+# some 28 bytes a cycle to an SM, and tiles of 64 x 128 ask for 96 while the tensor cores are     busy, two abreast of
+# 128 rows for 48. A warp holds 16 whole rows of a tile in either, and so the order of sums is     the same.   - For
+# sampling 8 warps share a tile of 64 rows, which leaves registers for random words: 4 would spill them by the
+# kilobyte.   - float32 runs on the plain FMA units, where large tiles spill. Registers and shared memory are in
+# tests/triton_budgets.json.
 _TABLE: dict[str, tuple[Tiling, Tiling, Tiling]] = {
     "sm_90": (Tiling(64, 128, 64, 4, 4, 2), Tiling(128, 128, 64, 8, 4, 2), Tiling(64, 128, 64, 8, 4)),
     "sm_100": (Tiling(64, 128, 64, 8, 4),) * 3,

@@ -1,13 +1,14 @@
 """Products with a quantised matrix, and rows of such a matrix as numbers, in Triton.
 
-Three kernels. The first quantises the rows of `x`. The second multiplies: a program owns a tile of outputs and a tile of rows, walks
-over the blocks of 32 in ascending order, multiplies codes on the tensor cores and adds each block to float32 sums. The products of
-codes are exact and no multiplication is contracted with an addition (`ROUNDED`), so the result has the bits of the reference, whatever
-the tiles. The third turns rows of the matrix into numbers.
+Three kernels. The first quantises the rows of `x`. The second multiplies: a program owns a tile of outputs and a tile
+of rows, walks over the blocks of 32 in ascending order, multiplies codes on the tensor cores and adds each block to
+float32 sums. The products of codes are exact and no multiplication is contracted with an addition (`ROUNDED`), so the
+result has the bits of the reference, whatever the tiles. The third turns rows of the matrix into numbers.
 
-The matrix is read as csrc/common/quantized_layout.h describes it. A byte of four-bit codes holds columns c and c + 16 of a block, and a
-tensor core takes 32 columns at a time. So a product takes one half of two neighbouring blocks, of which `x` has zeros in place of one:
-all codes are then masked and shifted where they are, and none moves between threads.
+The matrix is read as csrc/common/quantized_layout.h describes it. A byte of four-bit codes holds columns c and c + 16
+of a block, and a tensor core takes 32 columns at a time. So a product takes one half of two neighbouring blocks, of
+which `x` has zeros in place of one: all codes are then masked and shifted where they are, and none moves between
+threads.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Tiling(NamedTuple):
     """Stages of the load pipeline."""
 
 
-# The first that holds all rows, or the last. Few rows are bound by instructions as much as by memory, so a program multiplies no more
-# than it must: 8 rows are the least of a tensor core. Few outputs per program keep many SMs reading small matrices.
+# The first that holds all rows, or the last. Few rows are bound by instructions as much as by memory, so a program
+# multiplies no more than it must: 8 rows are the least of a tensor core. Few outputs per program keep many SMs reading
+# small matrices.
 _TABLE = (Tiling(8, 32, 2, 2, 4), Tiling(32, 64, 1, 4, 4), Tiling(64, 64, 1, 4, 3))
 # Blocks of a program of the two other kernels.
 BLOCKS = 16
@@ -72,8 +74,9 @@ BLOCKS = 16
 
 @triton.jit(do_not_specialize=["rows", "padded", "pairs"])
 def _quantize_rows(x, codes, numbers, rows, padded, width, pairs, x_stride, BLOCKS: tl.constexpr):
-    """Codes `(blocks, padded, 2, 32)`, of each half of a block beside zeros for the other block of the pair; scales, sums of the codes
-    and of those of the first half, each `(blocks, padded)`. Rows and blocks past the last one are zero."""
+    """Codes `(blocks, padded, 2, 32)`, of each half of a block beside zeros for the other block of the pair; scales,
+    sums of the codes and of those of the first half, each `(blocks, padded)`. Rows and blocks past the last one are
+    zero."""
     row = (tl.program_id(0) % padded).to(tl.int64)
     block = tl.program_id(0) // padded * BLOCKS + tl.arange(0, BLOCKS)
     at = tl.arange(0, BLOCK)
@@ -174,7 +177,8 @@ def _multiples(data, tile_at, lane, block, half, SCALES: tl.constexpr, GROUP: tl
 
 @triton.jit
 def _pair_codes(at, second, BITS: tl.constexpr):
-    """Codes of the first halves of two blocks and of their second halves, each `(outputs, 32)` int8; those of 8 bits less 128.
+    """Codes of the first halves of two blocks and of their second halves, each `(outputs, 32)` int8; those of 8 bits
+    less 128.
 
     `at`: where the first block's bytes of each output begin; `second`: how far away those of the second block are.
     """
@@ -204,7 +208,8 @@ def _pair_codes(at, second, BITS: tl.constexpr):
 def packed_tile(codes, numbers, data, scales, bias, out, row, rows, padded, output, outputs, blocks, pairs, tile_bytes, headers,
               out_stride, matrix_at, SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
               ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """Stores the tile of `row` and `output`, those that are below `rows` and `outputs`, of the matrix at so many bytes."""
+    """Stores the tile of `row` and `output`, those that are below `rows` and `outputs`, of the matrix at so many
+    bytes."""
     BLOCK_BYTES: tl.constexpr = TILE * BLOCK // 8 * BITS
     lane = output % TILE
     # Past the last tile it is read again.
@@ -301,7 +306,8 @@ def _embedding(ids, data, scales, out, first, outputs, width, blocks, chunks, ti
 
 
 class Part(NamedTuple):
-    """Some outputs of a matrix. `scales`: the bytes as the type of their scales; `kind`: what kernels are compiled for."""
+    """Some outputs of a matrix. `scales`: the bytes as the type of their scales; `kind`: what kernels are compiled
+    for."""
 
     data: Tensor
     scales: Tensor
@@ -345,7 +351,8 @@ class Rows(NamedTuple):
 
 
 def quantized_rows(x: Tensor, together: int, further: int = 0) -> Rows:
-    """The rows `(rows, width)`, whole tiles of them and `further` tiles; a launch. So many go `together` through one matrix."""
+    """The rows `(rows, width)`, whole tiles of them and `further` tiles; a launch. So many go `together` through one
+    matrix."""
     rows, width = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     tiling = next((one for one in _TABLE if together <= one.rows), _TABLE[-1])
@@ -368,7 +375,8 @@ def quantized_rows(x: Tensor, together: int, further: int = 0) -> Rows:
 def forward(
     x: Tensor, weights: Sequence[Tensor], layouts: Sequence[int], outputs: Sequence[int], bias: Tensor | None
 ) -> Tensor:
-    """``(rows, width) x (outputs, width) -> (rows, outputs)``: a launch that quantises the rows, and one for each part."""
+    """``(rows, width) x (outputs, width) -> (rows, outputs)``: a launch that quantises the rows, and one for each
+    part."""
     (rows, width), total = x.shape, sum(outputs)
     out = x.new_empty(rows, total)
     if rows == 0 or total == 0:
@@ -407,7 +415,8 @@ def rows_of(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The rows `ids` `(count,)` as numbers, ``(count, width)``: a launch for each part. A row out of range stays as it was allocated."""
+    """The rows `ids` `(count,)` as numbers, ``(count, width)``: a launch for each part. A row out of range stays as it
+    was allocated."""
     out = torch.empty(len(ids), width, dtype=dtype, device=ids.device)
     if out.numel() == 0:
         return out

@@ -1,8 +1,9 @@
-"""Shared by the decoders of masked-diffusion models: the canvas of a batch, guesses for its masked positions, the record.
+"""Shared by the decoders of masked-diffusion models: the canvas of a batch, guesses for its masked positions, the
+record.
 
-A canvas is a prompt and `max_new_tokens` masked positions after it. They hold the mask token until a token is committed there,
-which is final. The positions of every sequence are those of its own text, 0 .. , so a ragged batch needs no padding that a model
-would have to ignore. A decoder is a loop around one forward:
+A canvas is a prompt and `max_new_tokens` masked positions after it. They hold the mask token until a token is committed
+there, which is final. The positions of every sequence are those of its own text, 0 .. , so a ragged batch needs no
+padding that a model would have to ignore. A decoder is a loop around one forward:
 
     canvas = Canvas(session, mask_token, GuessOptions(session.sampler))
     forward = WholeCanvas(session, canvas)
@@ -14,11 +15,10 @@ would have to ignore. A decoder is a loop around one forward:
         canvas.poll()                                   # the one read of the device in a step
     return canvas.finish()
 
-A forward is any function that returns hidden states (`forward.py`): `WholeCanvas` computes all rows, `KeptCanvas` reuses those that
-changed little.
-Only `poll` and `finish` wait for the device. After a poll the host knows the texts, so it finds masked positions itself and
-sends them in one copy (`Canvas.open`). If the schedule alone decides, a step may skip its poll (`Canvas.needs_polls`),
-and the device finds them (`Canvas.open_on_device`).
+A forward is any function that returns hidden states (`forward.py`): `WholeCanvas` computes all rows, `KeptCanvas`
+reuses those that changed little. Only `poll` and `finish` wait for the device. After a poll the host knows the texts,
+so it finds masked positions itself and sends them in one copy (`Canvas.open`). If the schedule alone decides, a step
+may skip its poll (`Canvas.needs_polls`), and the device finds them (`Canvas.open_on_device`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 
 def share(masks: int, steps: int, step: int) -> int:
-    """The number of `masks` that forward `step` of `steps` fills: equal shares, with the remainder in the first forwards.
+    """The number of `masks` that forward `step` of `steps` fills: equal shares, with the remainder in the first
+    forwards.
 
     >>> [share(7, 3, step) for step in range(3)]
     [3, 2, 2]
@@ -83,7 +84,8 @@ class Canvas(CanvasRecord):
 
     Attributes:
         tokens: ``(batch, L)`` int64, prompts with their new positions; zeros after those.
-        prompt_lengths, totals: ``(batch,)`` int64: the new positions of a sequence are ``prompt_lengths .. totals - 1``.
+        prompt_lengths, totals: ``(batch,)`` int64: the new positions of a sequence are ``prompt_lengths .. totals -
+            1``.
         given: ``(batch, L)`` bool, the positions that no forward fills.
         fact: ``(batch,)`` int64, a value that the next poll returns.
         broken: ``(batch,)`` int64, not 0 once a guess had no probability.
@@ -127,7 +129,8 @@ class Canvas(CanvasRecord):
         return self._packed, self.prompt_lengths, self.totals, self.given
 
     def restart(self, session: Session) -> None:
-        """Puts the prompts of another session, no longer ones, in the place of these: on the device, not in the record."""
+        """Puts the prompts of another session, no longer ones, in the place of these: on the device, not in the
+        record."""
         packed, lengths = session.packed_prompts(self._packed.shape[1], self.tokens.device)
         self._packed.copy_(packed)
         self.prompt_lengths.copy_(lengths)
@@ -164,7 +167,8 @@ class Canvas(CanvasRecord):
         return numbers.pop() if len(numbers) == 1 else None
 
     def open(self, windows: Sequence[Window], columns: Sequence[Sequence[int]] = ()) -> Step:
-        """Masked positions in a window of each sequence, as of the last poll, and other `columns` of numbers, in one copy."""
+        """Masked positions in a window of each sequence, as of the last poll, and other `columns` of numbers, in one
+        copy."""
         mask, lines, masked = self.mask_token, [], []
         for start, answer, window, taking in zip(self.starts, self.answers, windows, self._part, strict=True):
             first, last = window if taking else (window[0], window[0])
@@ -220,9 +224,9 @@ class Canvas(CanvasRecord):
     def guess(self, hidden: torch.Tensor, step: Step, first: torch.Tensor | None = None) -> TokenStatistics:
         """A token for each position of `step` and its confidence; meaningless where there is none.
 
-        Row i of `hidden` ``(batch, W, hidden_size)`` is for position ``first[b] + i`` (None: i). With guidance `hidden` has the
-        rows without the prompt after those with it, and optionally both after the current rows: then they are of an earlier
-        forward, whose difference guides this one.
+        Row i of `hidden` ``(batch, W, hidden_size)`` is for position ``first[b] + i`` (None: i). With guidance `hidden`
+        has the rows without the prompt after those with it, and optionally both after the current rows: then they are
+        of an earlier forward, whose difference guides this one.
         """
         model, sampling, rows = self._session.model, self.sampling, step.positions
         if first is not None:
@@ -287,7 +291,8 @@ class Canvas(CanvasRecord):
         return guesses
 
     def _cut(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """`logits` without what those filters drop that `token_statistics` does not have for all rows; takes from `options` what is done here. Writes to `logits`."""
+        """`logits` without what those filters drop that `token_statistics` does not have for all rows; takes from
+        `options` what is done here. Writes to `logits`."""
         for token in options["suppress"]:
             suppress_(logits, token)
         logits, remaining = self.sampling.sampler.cut(logits)
@@ -379,7 +384,8 @@ class Canvas(CanvasRecord):
         displayed: torch.Tensor | None = None,
         **rule: Any,
     ) -> Unmasked:
-        """Fills in the most confident positions of `step` by the `rule` of `unmask_` (quota, threshold, min_count, factor, strict).
+        """Fills in the most confident positions of `step` by the `rule` of `unmask_` (quota, threshold, min_count,
+        factor, strict).
 
         A `confidence` of None: random positions. The trace has `displayed` in place of it, if that is given.
         """
@@ -420,7 +426,8 @@ class Canvas(CanvasRecord):
         return uniforms(self.seeds[:, None], step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
 
     def rewrite(self, texts: torch.Tensor, last: Sequence[bool]) -> None:
-        """Takes over `texts` ``(batch, L)`` of the sequences that take part, but not prompts, and no masks in the `last` step of one."""
+        """Takes over `texts` ``(batch, L)`` of the sequences that take part, but not prompts, and no masks in the
+        `last` step of one."""
         actual: Any = tuple(texts.shape) if isinstance(texts, torch.Tensor) else type(texts).__name__
         expectation = f"return texts of shape {tuple(self.tokens.shape)}"
         check(actual == tuple(self.tokens.shape), "decoding.dream", "tokens_hook", expectation, actual)
@@ -432,8 +439,8 @@ class Canvas(CanvasRecord):
         self.tokens.copy_(torch.where(new, texts, self.tokens))
 
     def reopen(self, hidden: torch.Tensor, window: Window, below: float, first: torch.Tensor | None = None) -> None:
-        """Puts masks over tokens in a window that the forward of `hidden` thinks less probable than `below`, each position
-        once. Rows are as in `guess`; the tokens are those of the last poll."""
+        """Puts masks over tokens in a window that the forward of `hidden` thinks less probable than `below`, each
+        position once. Rows are as in `guess`; the tokens are those of the last poll."""
         for sequence, (answer, taking) in enumerate(zip(self.answers, self._part, strict=True)):
             candidates = range(window[0], min(window[1], len(answer)) if taking else 0)
             filled = [n for n in candidates if answer[n] != self.mask_token and n not in self._doubted[sequence]]

@@ -53,8 +53,8 @@ class WholeCanvas:
         self._counts = self._visible
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
-        """``(batch, width, hidden_size)``. Without guidance the canvases are cut at `ends` ``(batch,)`` and at `width`; None: they
-        are not."""
+        """``(batch, width, hidden_size)``. Without guidance the canvases are cut at `ends` ``(batch,)`` and at `width`;
+        None: they are not."""
         visible, counts = self._visible, self._counts
         if ends is not None:
             visible = counts = ends.clamp(max=width)
@@ -71,8 +71,8 @@ class WholeCanvas:
 
 
 class KeptCanvas(WholeCanvas):
-    """A forward that computes a few rows and reuses the others from a `FeatureCache`: hidden states of the rows that predict new
-    positions.
+    """A forward that computes a few rows and reuses the others from a `FeatureCache`: hidden states of the rows that
+    predict new positions.
 
     With a `guidance_interval` above 1 the canvases with masked prompts have their own cache, and a forward only at
     each interval and in the first five. In between, the hidden states of that forward come after the current ones.

@@ -55,7 +55,8 @@ class CanvasRecord:
         self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
 
     def run_again(self) -> None:
-        """The step needs one more forward of the sequences that take part: it is counted, and keys no random numbers."""
+        """The step needs one more forward of the sequences that take part: it is counted, and keys no random
+        numbers."""
         self._session.forwards += 1
         self._others += sum(self._part)
 

@@ -1,8 +1,8 @@
 """Steps of the decoders that fill a canvas, where the device alone decides which window is filled next.
 
-The candidates of a step are the positions of a window, of which there are as many in every step; those without a mask are left out by
-their position, -1. So shapes are static, and the head still computes only rows of masks. A forward, the guesses and the choice
-of positions are those of the decoders that a host leads (`decoding/canvas/canvas.py`).
+The candidates of a step are the positions of a window, of which there are as many in every step; those without a mask
+are left out by their position, -1. So shapes are static, and the head still computes only rows of masks. A forward, the
+guesses and the choice of positions are those of the decoders that a host leads (`decoding/canvas/canvas.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pdkernels.generation.traces import MaskedStep
 
 
 class CanvasSteps(Steps):
-    """An entry has `pending`, 1 while a sequence has masks that it needs; `accepted`, how many were filled; `taking`, whether it takes part in the
-    next round; the last window, from `first` up to `last`; the `answer`, its new positions; and fp64 `scores` of the window's positions, as bits.
+    """An entry has `pending`, 1 while a sequence has masks that it needs; `accepted`, how many were filled; `taking`,
+    whether it takes part in the next round; the last window, from `first` up to `last`; the `answer`, its new
+    positions; and fp64 `scores` of the window's positions, as bits.
 
     A sequence that joins has as many new positions as the others: windows and schedules are made for their number.
 
@@ -57,8 +58,8 @@ class CanvasSteps(Steps):
         return self.limit + 1
 
     def _plan(self, first_only: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Beginning and end of the next window of each sequence, ``(batch,)``, from the end of the prompt; and the rule of `unmask_`.
-        `first_only`: no more than the first position."""
+        """Beginning and end of the next window of each sequence, ``(batch,)``, from the end of the prompt; and the rule
+        of `unmask_`. `first_only`: no more than the first position."""
         raise NotImplementedError
 
     def _move(self, masks: torch.Tensor) -> None:

@@ -19,8 +19,8 @@ from pdkernels.ops import verify_draft
 class DrafterSteps(DraftSteps):
     """Steps that draft, verify, and take over what was accepted.
 
-    A draft is made at the beginning of its step, when the host knows how long it may be: `entry.draft` is the known token alone,
-    and `entry.verified` the draft of the last step.
+    A draft is made at the beginning of its step, when the host knows how long it may be: `entry.draft` is the known
+    token alone, and `entry.verified` the draft of the last step.
     """
 
     drafter: Any
@@ -43,7 +43,8 @@ class DrafterSteps(DraftSteps):
         drafted: int = 0,
         wake: float = 0.0,
     ) -> None:
-        """`allocate`, and the drafter's cache, whose rows past a text have room too: `slots` of them, or `drafted` if these are more."""
+        """`allocate`, and the drafter's cache, whose rows past a text have room too: `slots` of them, or `drafted` if
+        these are more."""
         columns = {"draft": 1, "verified": slots, "predictions": slots, "checked": None}
         self.allocate(session, slots, page_size, costs=costs, wake=wake, rows=rows, **columns)
         self.drafter = drafter
@@ -92,7 +93,8 @@ class DrafterSteps(DraftSteps):
         predictions: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """Verifies the first `lengths` tokens of each draft ``(batch, width)`` by the target's `predictions`, drawn from `logits`.
+        """Verifies the first `lengths` tokens of each draft ``(batch, width)`` by the target's `predictions`, drawn
+        from `logits`.
 
         `rows`: where they are in the forward; None: in their order.
         """

@@ -1,4 +1,5 @@
-"""What decoders share whose drafters read the hidden states of the target: the rows that wait for the drafter, and its guesses."""
+"""What decoders share whose drafters read the hidden states of the target: the rows that wait for the drafter, and its
+guesses."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from pdkernels.generation.session import Session
 class FeatureSteps(DrafterSteps):
     """Features come with the verification. Those of accepted rows wait until the drafter reads them, all together.
 
-    Where lengths are chosen, a step without a draft keeps nothing for the drafter, so it costs what decoding token by token does. Rows of
-    such steps are missing in the drafter's cache, as if the text did not have them: drafts may be worse for it, the text is not. The step
-    before a draft must keep its row, so the first draft after a pause comes a step later (`Lengths.ready`).
+    Where lengths are chosen, a step without a draft keeps nothing for the drafter, so it costs what decoding token by
+    token does. Rows of such steps are missing in the drafter's cache, as if the text did not have them: drafts may be
+    worse for it, the text is not. The step before a draft must keep its row, so the first draft after a pause comes a
+    step later (`Lengths.ready`).
     """
 
     continues = False  # the drafter reads features of the whole prompt
@@ -53,7 +55,8 @@ class FeatureSteps(DrafterSteps):
         super().step(self._ready_width(width), ragged or mixed)
 
     def _ready_width(self, width: int | None) -> int | None:
-        """The rows of a step that should have `width`: one where no sequence is ready for a draft. None: a graph, for all of them."""
+        """The rows of a step that should have `width`: one where no sequence is ready for a draft. None: a graph, for
+        all of them."""
         if width is None:  # as many as a graph must be ready for
             self.most = self.slots
         if self.lengths is None or self.slots == 1:

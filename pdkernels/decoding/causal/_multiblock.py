@@ -20,7 +20,8 @@ class Limits(NamedTuple):
 
 
 class PseudoBlock(NamedTuple):
-    """A block after the real one. Together the lists are the block; `accepted` holds the tokens that the model has confirmed so far."""
+    """A block after the real one. Together the lists are the block; `accepted` holds the tokens that the model has
+    confirmed so far."""
 
     accepted: list[int]
     draft: list[int]
@@ -115,7 +116,8 @@ class Progress:
         return min(self._limits.block_size, self._end - position)
 
     def _spawn(self, draft: list[int], fresh: list[int]) -> None:
-        """Opens a block after the newest one, once enough of its tokens are accepted: a copy of the real draft, then fillers."""
+        """Opens a block after the newest one, once enough of its tokens are accepted: a copy of the real draft, then
+        fillers."""
         under_way = 1 + len(self.pseudo)
         newest = len(self.pseudo[-1].accepted) if self.pseudo else len(self.history) - self._block_start
         block_length = self._length_at(self._block_start + self._limits.block_size * under_way)

@@ -1,8 +1,8 @@
 """Drafts with branches: the tree that a drafter grows, and the path through it that the target would have taken.
 
-Source: "EAGLE-2" (arXiv 2406.16858). The confidence of a node is the product of the probabilities along its path. At each depth the most
-confident nodes are extended, and in the end the most confident of all nodes are verified. A node is never more confident than the one
-before it, so these form a tree.
+Source: "EAGLE-2" (arXiv 2406.16858). The confidence of a node is the product of the probabilities along its path. At
+each depth the most confident nodes are extended, and in the end the most confident of all nodes are verified. A node is
+never more confident than the one before it, so these form a tree.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Tree(NamedTuple):
         return plans.of(ancestors(self.parents, depth))
 
     def path(self, predictions: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The nodes ``(batch, width)`` from node 0 on, each the child that equals the prediction after the one before, and how many
-        there are ``(batch,)``; then the last one again.
+        """The nodes ``(batch, width)`` from node 0 on, each the child that equals the prediction after the one before,
+        and how many there are ``(batch,)``; then the last one again.
 
         >>> tree = Tree(torch.tensor([[7, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([[0, 1, 1, 2]]))
         >>> tree.path(torch.tensor([[2, 9, 4, 9]]), width=3)
@@ -85,7 +85,8 @@ class Growth:
     def add(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Adds the children ``(batch, n, branches)`` of the frontier, with the logarithms of their probabilities.
 
-        Returns the place in the old frontier ``(batch, branches)`` of the node before each node of the new one; of the first depth 0.
+        Returns the place in the old frontier ``(batch, branches)`` of the node before each node of the new one; of the
+        first depth 0.
         """
         branches, first = self._branches, self._tokens.shape[1]
         total = (scores + self._scores.gather(1, self._extended)[..., None]).flatten(1)

@@ -22,7 +22,8 @@ _FORCED = 16  # tokens of a forward, the known one included, if a grammar forces
 
 
 class AutoregressiveSteps(DraftSteps):
-    """Drafts of the known token alone, whose row's prediction is always right; with a grammar also of what it forces."""
+    """Drafts of the known token alone, whose row's prediction is always right; with a grammar also of what it
+    forces."""
 
     resumes = True
 

@@ -1,10 +1,10 @@
 """Block diffusion: a block of mask tokens is filled in by confidence, then its rows in the cache are refreshed.
 
-Source: "Nemotron-Labs-Diffusion", section 3.2. The plain form is reference/block_diffusion.py; both take the same forwards,
-sample the same tokens and fill the same slots.
+Source: "Nemotron-Labs-Diffusion", section 3.2. The plain form is reference/block_diffusion.py; both take the same
+forwards, sample the same tokens and fill the same slots.
 
-All sequences of a batch fill their blocks in step: blocks are equally long, and a sequence whose block is done waits for
-the others before all of them are refreshed in one forward. Its tokens do not wait.
+All sequences of a batch fill their blocks in step: blocks are equally long, and a sequence whose block is done waits
+for the others before all of them are refreshed in one forward. Its tokens do not wait.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ Refresh = Literal["causal", "bidirectional"]
 class BlockSteps(Steps):
     """Not the tokens of autoregressive decoding: a filled slot is never revised.
 
-    An entry has `pending`, 1 while a sequence needs tokens; `accepted`, the slots that were filled; `taking`, whether the sequence takes part in
-    the next round; and the `block`. Form 1 is a refresh.
+    An entry has `pending`, 1 while a sequence needs tokens; `accepted`, the slots that were filled; `taking`, whether
+    the sequence takes part in the next round; and the `block`. Form 1 is a refresh.
 
     Args:
         block_size: tokens per block.
-        threshold: fill every slot whose confidence reaches it, and always the best one. None: fill the most confident ones,
-            evenly over `steps_per_block`.
+        threshold: fill every slot whose confidence reaches it, and always the best one. None: fill the most confident
+            ones, evenly over `steps_per_block`.
         steps_per_block: forwards per block if `threshold` is None; by default as many as there are masks.
-        refresh: "causal" runs a finished block through the model causally, which also gives the next block's first token;
-            "bidirectional" is for block-causal models.
-        temperature: sampling temperature of the guesses; slots are chosen by their confidence at temperature 1, without filters.
+        refresh: "causal" runs a finished block through the model causally, which also gives the next block's first
+            token; "bidirectional" is for block-causal models.
+        temperature: sampling temperature of the guesses; slots are chosen by their confidence at temperature 1, without
+            filters.
         sampler: a trained network whose scores replace the confidence; for temperature 0. It leaves slots after an end
             token masked.
     """
@@ -237,7 +238,8 @@ class BlockSteps(Steps):
         self.entry.pending.masked_fill_(no_choice, 0)
 
     def _look(self) -> None:
-        """Determines who drafts on, who is done, and whether all others have completed their blocks. Again, it says the same."""
+        """Determines who drafts on, who is done, and whether all others have completed their blocks. Again, it says the
+        same."""
         entry, pending = self.entry, self.entry.pending
         remaining = (self.limits - self.written)[:, None]
         needed = self.slot < remaining
@@ -299,8 +301,8 @@ decode = decoder(BlockSteps)
 def judged_guesses(
     model: Any, hidden: torch.Tensor, block: torch.Tensor, able: torch.Tensor, mask_token: int, sampler: SamplerHead
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best guess other than the mask for every slot of a block, and the sampler's score of it, both ``(batch, block)``; scores
-    are valid where a slot is `able` to be filled.
+    """The best guess other than the mask for every slot of a block, and the sampler's score of it, both ``(batch,
+    block)``; scores are valid where a slot is `able` to be filled.
 
     The network was trained on the model's distribution, masks included; one pass over the logits serves both.
     """

@@ -1,7 +1,8 @@
-"""DFlash: a small block-diffusion drafter guesses a whole block in one forward, and one forward of the target verifies it.
+"""DFlash: a small block-diffusion drafter guesses a whole block in one forward, and one forward of the target verifies
+it.
 
-Source: "DFlash" (arXiv 2602.06036). The drafter's context is the target's hidden states, as K and V in its own cache: rows that were
-accepted are appended, and rejected ones never were in it. A block is not stored.
+Source: "DFlash" (arXiv 2602.06036). The drafter's context is the target's hidden states, as K and V in its own cache:
+rows that were accepted are appended, and rejected ones never were in it. A block is not stored.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class DFlashSteps(FeatureSteps):
     """Row i of the head's cache is made from row i of the target, and is committed once the head has read it.
 
     Args:
-        drafter: a `DFlashHead` for this model, or the folder of one (`pdkernels.models.load_drafter`); None: the model's
-            ``drafters["dflash"]``.
-        block_size: tokens of a draft that are verified, the known first one included; 1 is autoregressive decoding. None: all that the
-            drafter guesses at once. "auto" chooses the length of each draft by the measured times of forwards and by what was accepted so
-            far; then it is never much slower than decoding token by token.
-        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
-            those that `autoregressive` samples with the same seed.
+        drafter: a `DFlashHead` for this model, or the folder of one (`pdkernels.models.load_drafter`); None: the
+            model's ``drafters["dflash"]``.
+        block_size: tokens of a draft that are verified, the known first one included; 1 is autoregressive decoding.
+            None: all that the drafter guesses at once. "auto" chooses the length of each draft by the measured times of
+            forwards and by what was accepted so far; then it is never much slower than decoding token by token.
+        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same
+            filters, so the tokens are those that `autoregressive` samples with the same seed.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ decode = decoder(DFlashSteps)
 
 
 class Drafts:
-    """A head as a model whose forwards can be timed: it reads the features of as many rows as a block has, and then guesses the block."""
+    """A head as a model whose forwards can be timed: it reads the features of as many rows as a block has, and then
+    guesses the block."""
 
     def __init__(self, head: DFlashHead, embed: Any, shared: Any) -> None:
         self.model_itself, self._embed, self.shared, self.new_cache = head, embed, shared, head.new_cache

@@ -1,9 +1,10 @@
-"""Speculative decoding with an ordinary small model as drafter: it guesses tokens one by one, and one forward of the target verifies them.
+"""Speculative decoding with an ordinary small model as drafter: it guesses tokens one by one, and one forward of the
+target verifies them.
 
-Sources: Leviathan et al., "Fast inference from transformers via speculative decoding" (arXiv 2211.17192); Chen et al., "Accelerating
-large language model decoding with speculative sampling" (arXiv 2302.01318). A token is accepted if it is the one that the target draws
-at its position, so sampled texts too are those of `autoregressive` with the same seed. The drafter draws with the same noise: where
-two distributions are close, their draws are mostly equal.
+Sources: Leviathan et al., "Fast inference from transformers via speculative decoding" (arXiv 2211.17192); Chen et al.,
+"Accelerating large language model decoding with speculative sampling" (arXiv 2302.01318). A token is accepted if it is
+the one that the target draws at its position, so sampled texts too are those of `autoregressive` with the same seed.
+The drafter draws with the same noise: where two distributions are close, their draws are mostly equal.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ class DraftModelSteps(DrafterSteps):
     """The drafter keeps the text in a cache of its own, and reads what is new to it when it drafts.
 
     Args:
-        drafter: a causal model with the target's vocabulary, or the name or path of one (`pdkernels.models.load`); None: the model's
-            ``drafters["draft_model"]``. Sizes of vocabularies may differ by ids that no text has, if both models have the same tokenizer.
+        drafter: a causal model with the target's vocabulary, or the name or path of one (`pdkernels.models.load`);
+            None: the model's ``drafters["draft_model"]``. Sizes of vocabularies may differ by ids that no text has, if
+            both models have the same tokenizer.
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding. "auto" chooses
-            the length of each draft by the measured times of forwards and by what was accepted so far; then it is never much slower than
-            decoding token by token.
-        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
-            those that `autoregressive` samples with the same seed.
+            the length of each draft by the measured times of forwards and by what was accepted so far; then it is never
+            much slower than decoding token by token.
+        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same
+            filters, so the tokens are those that `autoregressive` samples with the same seed.
     """
 
     def __init__(
@@ -115,7 +117,8 @@ class DraftModelSteps(DrafterSteps):
         return torch.cat(guesses, 1)
 
     def _read(self, tokens: torch.Tensor, counts: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        """The drafter's logits for the target's vocabulary. Ids that it lacks are read as another one, which only costs a guess."""
+        """The drafter's logits for the target's vocabulary. Ids that it lacks are read as another one, which only costs
+        a guess."""
         extra = self.model.config.vocab_size - self.drafter.config.vocab_size
         if extra > 0:
             tokens = tokens.clamp(max=self.drafter.config.vocab_size - 1)

@@ -1,7 +1,9 @@
-"""EAGLE-3: a head of one layer drafts from the target's hidden states, and one forward of the target verifies its chain or tree.
+"""EAGLE-3: a head of one layer drafts from the target's hidden states, and one forward of the target verifies its chain
+or tree.
 
-Sources: "EAGLE-3" (arXiv 2503.01840); guesses in one forward as in "P-EAGLE" (arXiv 2602.01469); trees as in "EAGLE-2" (arXiv 2406.16858). The head reads the features of rows that the target has computed, and its own rows where it has
-not been yet. Features come with the verification (`Transformer.tapped`), so the target runs once per step.
+Sources: "EAGLE-3" (arXiv 2503.01840); guesses in one forward as in "P-EAGLE" (arXiv 2602.01469); trees as in "EAGLE-2"
+(arXiv 2406.16858). The head reads the features of rows that the target has computed, and its own rows where it has not
+been yet. Features come with the verification (`Transformer.tapped`), so the target runs once per step.
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ class EagleSteps(FeatureSteps):
     """Row i of the head's cache is about token i + 1, and is committed once the target has computed row i.
 
     Args:
-        drafter: an `EagleHead` for this model, or the name or folder of one (`pdkernels.models.load_drafter`); None: the model's
-            ``drafters["eagle"]``.
+        drafter: an `EagleHead` for this model, or the name or folder of one (`pdkernels.models.load_drafter`); None:
+            the model's ``drafters["eagle"]``.
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding. "auto" chooses
-            the length of each draft by the measured times of forwards and by what was accepted so far; then it is never much slower than
-            decoding token by token. Of a tree, the tokens of its longest path.
-        branches: 1 drafts chains. More draft trees: so many of the most confident nodes of each depth are extended, by so many tokens each.
-        nodes: tokens of a tree that are verified, the known one included: the most confident. None: `block_size` times `branches`.
-        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
-            those that `autoregressive` samples with the same seed.
+            the length of each draft by the measured times of forwards and by what was accepted so far; then it is never
+            much slower than decoding token by token. Of a tree, the tokens of its longest path.
+        branches: 1 drafts chains. More draft trees: so many of the most confident nodes of each depth are extended, by
+            so many tokens each.
+        nodes: tokens of a tree that are verified, the known one included: the most confident. None: `block_size` times
+            `branches`.
+        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same
+            filters, so the tokens are those that `autoregressive` samples with the same seed.
     """
 
     kind: ClassVar[type[EagleHead] | type[MtpHead]] = EagleHead
@@ -168,7 +172,8 @@ class EagleSteps(FeatureSteps):
         return growth.best(self.nodes)
 
     def _candidates(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The head's `branches` best tokens ``(batch, n, branches)`` after each row, and the logarithms of their probabilities.
+        """The head's `branches` best tokens ``(batch, n, branches)`` after each row, and the logarithms of their
+        probabilities.
 
         Of a draw these are the probabilities that are left when its noise is known: the noise is part of the logits.
         """

@@ -1,14 +1,16 @@
-"""Fast-dLLM v2: block diffusion on an exact prefix, block by block in small blocks, with a KV cache inside the block too.
+"""Fast-dLLM v2: block diffusion on an exact prefix, block by block in small blocks, with a KV cache inside the block
+too.
 
-Sources: "Fast-dLLM v2: Efficient Block-Diffusion LLM" and the released code; for models that predict their own tokens, the samplers
-published with SDAR and LLaDA2, which are this one with small blocks as large as the block. The plain form is
-reference/fast_dllm_v2.py; both take the same forwards, draw the same tokens and fill the same positions.
+Sources: "Fast-dLLM v2: Efficient Block-Diffusion LLM" and the released code; for models that predict their own tokens,
+the samplers published with SDAR and LLaDA2, which are this one with small blocks as large as the block. The plain form
+is reference/fast_dllm_v2.py; both take the same forwards, draw the same tokens and fill the same positions.
 
-Blocks begin at multiples of their size in the text, and every row sees its own block and those before it. The prompt's whole
-blocks go through the model first. A block is filled small block by small block; when it is complete, one more forward writes
-its K and V, which are exact from then on, and gives the first token of the next block if rows predict the next token. In between, a
-forward takes the whole block, or only the rows of the small block, with the others as last computed. All rows go to their
-positions in the KV cache, so that every sequence of a batch can be in its own phase.
+Blocks begin at multiples of their size in the text, and every row sees its own block and those before it. The prompt's
+whole blocks go through the model first. A block is filled small block by small block; when it is complete, one more
+forward writes its K and V, which are exact from then on, and gives the first token of the next block if rows predict
+the next token. In between, a forward takes the whole block, or only the rows of the small block, with the others as
+last computed. All rows go to their positions in the KV cache, so that every sequence of a batch can be in its own
+phase.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ def decode(
     Args:
         block_size: positions of a block; blocks are counted from the text's first token.
         small_block_size: positions of a block that are filled together, from left to right.
-        threshold: fill every position whose confidence is above it, but at least the step's share of positions, the most confident ones
-            first.
+        threshold: fill every position whose confidence is above it, but at least the step's share of positions, the
+            most confident ones first.
         steps: maximum forwards per small block, over which its positions are spread evenly. None: one per position.
-        block_cache: keep K and V of the block between its forwards, which then run only the small block's rows, unless its
-            first position is masked and predicted by the row before it. False: all run the whole block.
+        block_cache: keep K and V of the block between its forwards, which then run only the small block's rows, unless
+            its first position is masked and predicted by the row before it. False: all run the whole block.
         temperature: sampling temperature of the guesses; their confidence is their probability at that temperature,
             after filters, which apply above 0 only.
 

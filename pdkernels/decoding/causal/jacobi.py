@@ -1,8 +1,9 @@
 """Jacobi decoding: verify a whole draft per forward, keep what the model agrees with, guess the rest again.
 
-Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window); for drafts that
-are looked up, Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023).
-The plain forms are reference/jacobi.py and reference/jacobi_lookup.py; they take the same forwards and accept the same tokens.
+Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window); for
+drafts that are looked up, Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023). The
+plain forms are reference/jacobi.py and reference/jacobi_lookup.py; they take the same forwards and accept the same
+tokens.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ Draft = Literal["model", "lookup"]
 class JacobiSteps(DraftSteps):
     """One forward verifies the whole draft, and its predictions are the next one.
 
-    On a recurrent-depth model with more than one recurrence the tokens may differ from those of `autoregressive`, at temperature 0 too:
-    rows of one draft read each other after as many recurrences as they have had, and cached rows after all of them.
+    On a recurrent-depth model with more than one recurrence the tokens may differ from those of `autoregressive`, at
+    temperature 0 too: rows of one draft read each other after as many recurrences as they have had, and cached rows
+    after all of them.
 
     Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
-            "auto": a running draft, whose length is chosen in every step by the measured times of forwards and by what was accepted so far.
+            "auto": a running draft, whose length is chosen in every step by the measured times of forwards and by what
+            was accepted so far.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
-        draft: where guesses come from. "model": the predictions for the previous draft, and random tokens of the text where there
-            are none; for models trained to jump ahead. "lookup": what followed earlier occurrences of the last tokens,
-            in the text or in rejected drafts; it suits any model if the answer quotes its prompt or repeats itself. `block_size` or
-            `window` then only limits the draft: a short match gives a short draft, and no match gives none.
-        temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the tokens are those
-            that `autoregressive` samples with the same seed, whatever was drafted.
-        seed: seed of the samples, and of the random tokens that fill a draft until the model has made guesses. Those change how many
-            forwards it takes, not the tokens. An int or a list, as elsewhere; for a recurrent-depth model it also seeds the
-            initial states.
+        draft: where guesses come from. "model": the predictions for the previous draft, and random tokens of the text
+            where there are none; for models trained to jump ahead. "lookup": what followed earlier occurrences of the
+            last tokens, in the text or in rejected drafts; it suits any model if the answer quotes its prompt or
+            repeats itself. `block_size` or `window` then only limits the draft: a short match gives a short draft, and
+            no match gives none.
+        temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the
+            tokens are those that `autoregressive` samples with the same seed, whatever was drafted.
+        seed: seed of the samples, and of the random tokens that fill a draft until the model has made guesses. Those
+            change how many forwards it takes, not the tokens. An int or a list, as elsewhere; for a recurrent-depth
+            model it also seeds the initial states.
     """
 
     resumes = True
@@ -133,7 +137,8 @@ class JacobiSteps(DraftSteps):
         positions = self.cache.lengths[:, None] + self.after[:width]
         logits, predictions = self._predictions(entry.draft[:, :width], counts, positions)
         entry.predictions[:, :width] = predictions.clamp(min=0)
-        # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it part of it.
+        # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it part
+        # of it.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
         if self.lookup is None:
             refill = self.history.gather(1, self.words[self.sequence, self.number] % committed)
@@ -146,15 +151,16 @@ class JacobiSteps(DraftSteps):
         )
         self.cache.commit_(verdict.accepted)
         if self.lookup is None:
-            # A sequence that is done accepts nothing and stays at its number: there are no more words than steps of a generation.
+            # A sequence that is done accepts nothing and stays at its number: there are no more words than steps of a
+            # generation.
             self.number += verdict.accepted.sign()
         remainder = entry.pending - verdict.accepted
         self.judge(verdict, logits, predictions)
         return verdict, remainder
 
     def draft(self, verdict: DraftVerdict, remainder: torch.Tensor, guessed: bool) -> None:
-        """A partly accepted block continues with the `remainder` of its draft; anything else starts from a full one. The model's next
-        token is in slot 0 either way. `guessed`: whether there may be one."""
+        """A partly accepted block continues with the `remainder` of its draft; anything else starts from a full one.
+        The model's next token is in slot 0 either way. `guessed`: whether there may be one."""
         entry = self.entry
         entry.draft.copy_(verdict.new_draft.clamp(min=0))  # a finished sequence has none
         if self.lookup is not None:

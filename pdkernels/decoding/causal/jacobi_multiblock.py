@@ -41,18 +41,20 @@ def decode(
     allow_mask_token: bool = False,
     page_size: int | None = None,
 ) -> None:
-    """Fills `session` with the tokens of autoregressive decoding, several per forward where drafts or candidates are accepted.
+    """Fills `session` with the tokens of autoregressive decoding, several per forward where drafts or candidates are
+    accepted.
 
     Args:
         block_size: tokens per block.
         blocks: maximum number of active blocks, including the one being committed.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
-        pool_size: how many rejected sequences are kept to find candidates in; the oldest is dropped first. 0: no candidates.
+        pool_size: how many rejected sequences are kept to find candidates in; the oldest is dropped first. 0: no
+            candidates.
         verification_size: maximum number of candidates verified per forward, including the draft; 1: only the draft.
-        temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the tokens are those
-            that `autoregressive` samples with the same seed, whatever was drafted.
-        seed: seed of the samples, and of the random tokens that fill a draft until the model has made guesses. Those change how many
-            forwards it takes, not the tokens. An int or a list, as elsewhere.
+        temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the
+            tokens are those that `autoregressive` samples with the same seed, whatever was drafted.
+        seed: seed of the samples, and of the random tokens that fill a draft until the model has made guesses. Those
+            change how many forwards it takes, not the tokens. An int or a list, as elsewhere.
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
     seeds = session.seeds
@@ -124,7 +126,8 @@ def decode(
 
 
 class _Step(NamedTuple):
-    """A forward over branches that continue the same prefix, each a row of the real block with the pseudo blocks after it."""
+    """A forward over branches that continue the same prefix, each a row of the real block with the pseudo blocks after
+    it."""
 
     drafts: list[list[list[int]]]  # per sequence, the draft at the front of each branch
     branches: int

@@ -1,7 +1,7 @@
 """Linear self-speculation: one model drafts a block by diffusion, then verifies it autoregressively.
 
-Source: "Nemotron-Labs-Diffusion", section 3.3. The plain form is reference/linear_self_speculation.py; both take the same
-forwards, sample the same tokens and accept the same prefix of every draft.
+Source: "Nemotron-Labs-Diffusion", section 3.3. The plain form is reference/linear_self_speculation.py; both take the
+same forwards, sample the same tokens and accept the same prefix of every draft.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ Verification = Literal["compare", "rejection"]
 
 
 class LinearSteps(DraftSteps):
-    """An entry has the token `known` after the last block, the `forwards` that the block took, the `block`, and the verifier's
-    `predictions` for it. Form 1 is a verification.
+    """An entry has the token `known` after the last block, the `forwards` that the block took, the `block`, and the
+    verifier's `predictions` for it. Form 1 is a verification.
 
     Args:
         block_size: tokens per block: a known token and the masks drafted after it. 1 is autoregressive decoding.
-        threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and always the
-            best one, until none is masked. Only the confidences tell whether another pass is needed, so the device is read once
-            per forward, not once per step. A speculative pass would cost a forward, more than the wait.
+        threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and
+            always the best one, until none is masked. Only the confidences tell whether another pass is needed, so the
+            device is read once per forward, not once per step. A speculative pass would cost a forward, more than the
+            wait.
         temperature: sampling temperature of drafter and verifier; 0 is greedy. The filters too are those of both.
-        verification: "compare" accepts a draft token that equals the verifier's own sample, "rejection" accepts draft token x
-            with probability ``min(1, p(x) / q(x))``: this keeps the distribution and accepts more. It requires threshold 0.
+        verification: "compare" accepts a draft token that equals the verifier's own sample, "rejection" accepts draft
+            token x with probability ``min(1, p(x) / q(x))``: this keeps the distribution and accepts more. It requires
+            threshold 0.
     """
 
     sampler: Sampler
@@ -226,8 +228,8 @@ class LinearSteps(DraftSteps):
     ) -> torch.Tensor:
         """The tokens at `positions`: a guess with probability ``min(1, p / q)``, else a sample from ``max(p - q, 0)``.
 
-        All ``(batch, R)``, the logits ``(batch, R, V)``. Leviathan et al., "Fast inference from transformers via speculative
-        decoding", algorithm 1. It needs the probabilities of all tokens, and their difference, so fp64.
+        All ``(batch, R)``, the logits ``(batch, R, V)``. Leviathan et al., "Fast inference from transformers via
+        speculative decoding", algorithm 1. It needs the probabilities of all tokens, and their difference, so fp64.
         """
         p, q = (
             distribution(logits, self.sampler.temperature)

@@ -1,8 +1,8 @@
 """Prompt-lookup drafts: the tokens that followed earlier occurrences of a text's last tokens.
 
-One op searches each sequence's own tokens, so a step needs no host, can be captured in a graph, and gives the same result alone and
-in a batch. It reads 8 bytes of every position; attention reads far more of each (46 kB in SmolLM2-135M). The plain form is
-reference/lookup_draft.py.
+One op searches each sequence's own tokens, so a step needs no host, can be captured in a graph, and gives the same
+result alone and in a batch. It reads 8 bytes of every position; attention reads far more of each (46 kB in
+SmolLM2-135M). The plain form is reference/lookup_draft.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NOTHING = -1  # no token here
 
 
 class Lookup:
-    """The searched tokens of `batch` sequences: the last `POOL` rejected tails, then `text` ``(batch, width)``, written by its
-    owner.
+    """The searched tokens of `batch` sequences: the last `POOL` rejected tails, then `text` ``(batch, width)``, written
+    by its owner.
 
     >>> found = Lookup(batch=1, width=9, slots=5, device=torch.device("cpu"))
     >>> found.text[0, :4] = torch.tensor([1, 2, 3, 1])
@@ -44,16 +44,18 @@ class Lookup:
         self.tokens.fill_(_NOTHING)
 
     def keep(self, tails: torch.Tensor, rejected: torch.Tensor) -> None:
-        """Puts `tails` ``(batch, slots)``, -1 where they are shorter, into the pools of the sequences with `rejected` ``(batch,)``."""
+        """Puts `tails` ``(batch, slots)``, -1 where they are shorter, into the pools of the sequences with `rejected`
+        ``(batch,)``."""
         newest = torch.nn.functional.pad(tails, (0, 1), value=_NOTHING)[:, None]
         self._pool.copy_(torch.where(rejected[:, None, None], torch.cat([self._pool[:, 1:], newest], 1), self._pool))
 
     def draft_(self, draft: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Fills `draft` ``(batch, slots)`` after its first token, which becomes that at `lengths` ``(batch,)`` of each text, as far as
-        something was found. `rows` ``(batch,)``, the most tokens of each draft, become how many it has; 0 marks a finished sequence.
+        """Fills `draft` ``(batch, slots)`` after its first token, which becomes that at `lengths` ``(batch,)`` of each
+        text, as far as something was found. `rows` ``(batch,)``, the most tokens of each draft, become how many it has;
+        0 marks a finished sequence.
 
-        The longest match of the last tokens wins, then the text over the pool, then the newer match. A draft that reaches the end
-        of the text continues with itself, so that a repeating text is drafted at full length.
+        The longest match of the last tokens wins, then the text over the pool, then the newer match. A draft that
+        reaches the end of the text continues with itself, so that a repeating text is drafted at full length.
         """
         ends = lengths + self._start
         lookup_draft_(

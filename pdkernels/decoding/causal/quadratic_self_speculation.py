@@ -1,11 +1,12 @@
-"""Quadratic self-speculation: one forward verifies a draft and drafts the next one for every position where it may be rejected.
+"""Quadratic self-speculation: one forward verifies a draft and drafts the next one for every position where it may be
+rejected.
 
 Source: "Nemotron-Labs-Diffusion", appendix C. The plain form is reference/quadratic_self_speculation.py; both take the
 same forwards, sample the same tokens and accept the same prefix of every draft.
 
 Draft tokens come first and the groups of masks after them, so the cache keeps only draft tokens and accepting them is a
-change of its lengths. The language model head runs twice, over the draft tokens and then over the group that continues: it
-never sees the masks of other groups.
+change of its lengths. The language model head runs twice, over the draft tokens and then over the group that continues:
+it never sees the masks of other groups.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class QuadraticSteps(DraftSteps):
         masks_per_group: number of masks in each group, at least ``block_size - label_shift``, which is the default.
         label_shift: 0 if a mask's row predicts its own position, 1 if it predicts the next.
         in_group: "bidirectional" or "causal" attention among the masks of a group.
-        ensemble_weight: weight of the autoregressive rows in the verifier, 0 .. 1; the first masks of the groups have the rest.
+        ensemble_weight: weight of the autoregressive rows in the verifier, 0 .. 1; the first masks of the groups have
+            the rest.
         ensemble: what is averaged, "probability" or "logit".
         temperature: sampling temperature of drafter and verifier; 0 is greedy. The filters too are those of both.
     """
@@ -138,7 +140,8 @@ class QuadraticSteps(DraftSteps):
         self.draft(verdict, hidden, width)
 
     def verify(self, width: int) -> tuple[DraftVerdict, torch.Tensor]:
-        """Verifies and commits the first `width` tokens of each draft. Returns the verdict, and the hidden rows of draft and masks."""
+        """Verifies and commits the first `width` tokens of each draft. Returns the verdict, and the hidden rows of
+        draft and masks."""
         entry, masks, lengths = self.entry, self.masks, self.cache.lengths
         # A shorter draft of another sequence is followed by rows that it does not see.
         plan, offsets = self.whole if width == self.slots else _layout(width, masks, self.in_group, self.cache.device)
@@ -204,8 +207,8 @@ def _prompt_plan(lengths: list[int], masks: int, in_group: InGroup, device: torc
 
 
 def _mixed(causal: torch.Tensor, diffusion: torch.Tensor, weight: float, form: Ensemble) -> torch.Tensor:
-    """Logits of the verifier from those of the draft tokens and of the first masks after them, fp64: the sum of two distributions
-    over the whole vocabulary, which no op computes."""
+    """Logits of the verifier from those of the draft tokens and of the first masks after them, fp64: the sum of two
+    distributions over the whole vocabulary, which no op computes."""
     if weight == 0:
         return diffusion.double()  # 0 times the -inf of an impossible token is NaN
     if form == "logit":

@@ -1,8 +1,10 @@
-"""Drafts from a suffix automaton: what followed the longest end of the text that occurred before, in the text or in earlier ones.
+"""Drafts from a suffix automaton: what followed the longest end of the text that occurred before, in the text or in
+earlier ones.
 
-Source: Oliaro et al., "SuffixDecoding" (arXiv 2411.04975). The plain form of its drafts is reference/suffix.py. Unlike the lookup of
-`jacobi`, which compares at most five tokens and searches a request's own text on the device, matches here may have any length, a pool
-keeps the texts of earlier requests, and a token costs the host a few steps, however long the texts are.
+Source: Oliaro et al., "SuffixDecoding" (arXiv 2411.04975). The plain form of its drafts is reference/suffix.py. Unlike
+the lookup of `jacobi`, which compares at most five tokens and searches a request's own text on the device, matches here
+may have any length, a pool keeps the texts of earlier requests, and a token costs the host a few steps, however long
+the texts are.
 """
 
 from __future__ import annotations
@@ -124,12 +126,13 @@ def decode(
     """Fills a session.
 
     Args:
-        pool: a `SuffixPool` of earlier texts, to which the prompts and new tokens of this call are added at its end. It changes how many
-            forwards a text takes, never the text. None: only the text itself is searched.
-        block_size: maximum tokens of a draft, the known first one included. A match of n tokens drafts 3 n, and no match drafts none.
-            "auto" drafts less where that pays, by the measured times of forwards and by what was accepted so far.
-        temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the tokens are those
-            that `autoregressive` samples with the same seed.
+        pool: a `SuffixPool` of earlier texts, to which the prompts and new tokens of this call are added at its end. It
+            changes how many forwards a text takes, never the text. None: only the text itself is searched.
+        block_size: maximum tokens of a draft, the known first one included. A match of n tokens drafts 3 n, and no
+            match drafts none. "auto" drafts less where that pays, by the measured times of forwards and by what was
+            accepted so far.
+        temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the
+            tokens are those that `autoregressive` samples with the same seed.
     """
     steps = SuffixSteps(
         session, pool=pool, block_size=block_size, allow_mask_token=allow_mask_token, page_size=page_size

@@ -1,8 +1,8 @@
 """LLaDA's sampler on a feature cache: most of its forwards compute few rows of few layers.
 
-Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
-form is reference/dllm_cache.py; both take the same forwards, draw the same tokens and fill the same positions. What a
-forward computes is described in `pdkernels.models.architectures.feature_cache`.
+Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The
+plain form is reference/dllm_cache.py; both take the same forwards, draw the same tokens and fill the same positions.
+What a forward computes is described in `pdkernels.models.architectures.feature_cache`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,25 @@ def decode(
     mask_token: int | None = None,
     page_size: int | None = None,
 ) -> int:
-    """Fills `session` block by block, the most confident positions of a block first. A filled position is never revised.
+    """Fills `session` block by block, the most confident positions of a block first. A filled position is never
+    revised.
 
     Args:
-        prompt_interval: forwards from one refresh of the prompt to the next (K_p). 1 here and in `gen_interval` is `llada`.
+        prompt_interval: forwards from one refresh of the prompt to the next (K_p). 1 here and in `gen_interval` is
+            `llada`.
         gen_interval: forwards from one refresh of the new positions to the next (K_r).
-        transfer_ratio: share of the new positions that each layer recomputes in between: those whose V changed most (rho).
-        baseline: what that change is measured from: "last", the previous forward, as published; "recomputed", the forward that last computed
-            the position.
-        guidance_interval: forwards from one unconditional forward to the next (the code's cfg_interval); each of the first five forwards
-            has one. In between, the last difference between both is reused.
+        transfer_ratio: share of the new positions that each layer recomputes in between: those whose V changed most
+            (rho).
+        baseline: what that change is measured from: "last", the previous forward, as published; "recomputed", the
+            forward that last computed the position.
+        guidance_interval: forwards from one unconditional forward to the next (the code's cfg_interval); each of the
+            first five forwards has one. In between, the last difference between both is reused.
         block_size, steps, remasking, guidance, no_end, late_end, temperature: as in `llada`.
 
     The texts with and without the prompt that `guidance` compares have a cache each, which counts its own forwards.
 
-    The first layer is computed for all new positions in each forward, as in the current revision of the code, which also
-    computes it for the prompt, with the same K and V as before.
+    The first layer is computed for all new positions in each forward, as in the current revision of the code, which
+    also computes it for the prompt, with the same K and V as before.
 
     Returns:
         Forwards that the sequences took part in, summed.

@@ -1,7 +1,7 @@
 """Dream's sampler: a schedule of times sets how many masks each forward leaves, a score selects which.
 
-Source: "Dream 7B: Diffusion Large Language Models" and its released sampler. The plain form is reference/dream.py, which notes
-where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
+Source: "Dream 7B: Diffusion Large Language Models" and its released sampler. The plain form is reference/dream.py,
+which notes where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
 from __future__ import annotations
@@ -44,22 +44,26 @@ def decode(
     """Fills `session` as its masks would disappear over time: ``m (1 - s / t)`` of m between the times t and s.
 
     Args:
-        steps: number of forwards; None: one per token, or as many as a threshold takes. The last one fills all remaining positions.
-        algorithm: which positions are filled first. "entropy": those of lowest entropy. "maskgit_plus": those with the most probable
-            guesses. "topk_margin": those with the largest margin to the second-best token. "origin": every position with probability
-            ``1 - s / t``. "confidence_threshold": all whose guess reaches the probability `threshold`, and always the best one.
+        steps: number of forwards; None: one per token, or as many as a threshold takes. The last one fills all
+            remaining positions.
+        algorithm: which positions are filled first. "entropy": those of lowest entropy. "maskgit_plus": those with the
+            most probable guesses. "topk_margin": those with the largest margin to the second-best token. "origin":
+            every position with probability ``1 - s / t``. "confidence_threshold": all whose guess reaches the
+            probability `threshold`, and always the best one.
         threshold: the threshold of "confidence_threshold".
-        logits_hook: called as ``(step, texts, positions, logits)`` with the texts ``(batch, L)``, their masked `positions` ``(batch, R)``,
-            padded with -1, and the logits ``(batch, R, vocab_size)`` there. Guesses come from the logits that it returns.
-        tokens_hook: called as ``(step, texts)`` after every step with a copy of the texts; what it returns replaces them. It may change
-            or mask tokens after the prompts, which later steps fill again, but not the prompts. With it no token is final before the
-            last step.
+        logits_hook: called as ``(step, texts, positions, logits)`` with the texts ``(batch, L)``, their masked
+            `positions` ``(batch, R)``, padded with -1, and the logits ``(batch, R, vocab_size)`` there. Guesses come
+            from the logits that it returns.
+        tokens_hook: called as ``(step, texts)`` after every step with a copy of the texts; what it returns replaces
+            them. It may change or mask tokens after the prompts, which later steps fill again, but not the prompts.
+            With it no token is final before the last step.
         eps: the time of the last step; the first is 1.
         temperature: sampling temperature of the guesses, and of the distribution that scores them.
         top_p: sample from, and score, only the likeliest tokens that have this probability mass.
         top_k: sample from, and score, only this many of the likeliest tokens; with `top_p`, both limits apply.
         min_p: sample from, and score, only tokens with at least this share of the largest probability.
-        order_temperature: above 0, positions are sampled without replacement from ``softmax(scores / order_temperature)``.
+        order_temperature: above 0, positions are sampled without replacement from ``softmax(scores /
+            order_temperature)``.
 
     Returns:
         Forwards that the sequences took part in, summed.

@@ -1,13 +1,13 @@
 """Fast-dLLM: blocks of a canvas, filled in parallel by confidence, on a KV cache that is refreshed once per block.
 
-Source: "Fast-dLLM", sections 3.2 and 3.3, and the released code. The plain form is reference/fast_dllm.py; both take the same
-forwards, draw the same tokens and fill the same positions. A block that is complete after its first forward has no further one,
-as in the later revision of that code.
+Source: "Fast-dLLM", sections 3.2 and 3.3, and the released code. The plain form is reference/fast_dllm.py; both take
+the same forwards, draw the same tokens and fill the same positions. A block that is complete after its first forward
+has no further one, as in the later revision of that code.
 
-A block begins with a forward over the whole canvas, which rewrites all K and V. Until the block is complete, further forwards
-take fewer rows: those from the block on ("prefix"), or the block's own ("dual"), whose K and V replace those at their
-positions. All sequences of a batch fill their blocks in step: one whose block is complete waits for the others, taking part in no
-forward.
+A block begins with a forward over the whole canvas, which rewrites all K and V. Until the block is complete, further
+forwards take fewer rows: those from the block on ("prefix"), or the block's own ("dual"), whose K and V replace those
+at their positions. All sequences of a batch fill their blocks in step: one whose block is complete waits for the
+others, taking part in no forward.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ def decode(
         block_size: new positions that are filled together.
         cache: "dual" recomputes only the block, "prefix" the block and everything after it, "none" the whole canvas.
         threshold: fill every position whose confidence reaches it, and always the most confident one.
-        factor: fill positions in order of confidence while the confidence of the n-th is at least ``1 - factor / (n + 1)``.
-        steps: number of forwards, if `threshold` and `factor` are None. They are divided evenly among the blocks, and the positions of a
-            block evenly among its forwards. None: one per token.
-        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1, without filters.
+        factor: fill positions in order of confidence while the confidence of the n-th is at least ``1 - factor / (n +
+            1)``.
+        steps: number of forwards, if `threshold` and `factor` are None. They are divided evenly among the blocks, and
+            the positions of a block evenly among its forwards. None: one per token.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1,
+            without filters.
 
-    Where rows predict the next token and there is a cache, a block's first forward fills only the block's first position, however
-    confident it is: that is predicted by the row before the block, which its other forwards leave out.
+    Where rows predict the next token and there is a cache, a block's first forward fills only the block's first
+    position, however confident it is: that is predicted by the row before the block, which its other forwards leave
+    out.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -158,8 +161,8 @@ class Rows(WholeCanvas):
     """Forwards over adjacent rows of the canvases; all others are in the KV cache as last computed."""
 
     def recompute(self, starts: torch.Tensor, width: int, counts: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on, of which the first `counts` are
-        in the text; they see the whole canvas."""
+        """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on, of which the first
+        `counts` are in the text; they see the whole canvas."""
         rows = starts[:, None] + torch.arange(width, device=starts.device)
         if counts is not None:
             rows = rows.clamp(max=self.width - 1)
@@ -171,7 +174,8 @@ class Rows(WholeCanvas):
 
 
 class FastSteps(CanvasSteps):
-    """`decode` with the blocks' bounds on the device. With a cache a step has two forms: a block's later forwards, and its first."""
+    """`decode` with the blocks' bounds on the device. With a cache a step has two forms: a block's later forwards, and
+    its first."""
 
     def __init__(self, session: Session, *, page_size: int | None = None, **options: Any) -> None:
         chosen = with_defaults(decode, options)

@@ -1,7 +1,7 @@
 """LLaDA's sampler: a fixed number of forwards fills a canvas, the most confident guesses first.
 
-Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py, which
-notes where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
+Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py,
+which notes where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ def decode(
     revise: float = 0.0,
     mask_token: int | None = None,
 ) -> int:
-    """Fills `session` block by block, the most confident positions of a block first. A filled position is final, unless `revise` is set.
+    """Fills `session` block by block, the most confident positions of a block first. A filled position is final, unless
+    `revise` is set.
 
     Args:
         block_size: new positions that are filled together; None: all of them.
-        steps: number of forwards, divided evenly among the blocks; None: one per token. A block never takes more forwards than it has
-            positions.
+        steps: number of forwards, divided evenly among the blocks; None: one per token. A block never takes more
+            forwards than it has positions.
         remasking: "low_confidence" fills the most confident positions, "random" random ones.
-        guidance: weight w of classifier-free guidance: ``logits = uncond + (1 + w) (cond - uncond)``, where `uncond` does not see the prompt.
-            Above 0 a forward computes every position twice.
+        guidance: weight w of classifier-free guidance: ``logits = uncond + (1 + w) (cond - uncond)``, where `uncond`
+            does not see the prompt. Above 0 a forward computes every position twice.
         no_end: never guess end tokens.
         late_end: give end tokens confidence 0, so that they are filled last.
-        revise: above 0, a step masks positions of its block again if its forward gives their token less than this probability, each
-            position at most once. Steps fill equal shares until the block is full, which may take more than `steps`; tokens are
-            reported only then.
-        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1, without filters.
+        revise: above 0, a step masks positions of its block again if its forward gives their token less than this
+            probability, each position at most once. Steps fill equal shares until the block is full, which may take
+            more than `steps`; tokens are reported only then.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1,
+            without filters.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -151,7 +153,8 @@ def begin(
 
 
 def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
-    """The loop of the sampler for any forward: block after block, an equal share of its positions in each of its steps."""
+    """The loop of the sampler for any forward: block after block, an equal share of its positions in each of its
+    steps."""
     if canvas.fills_prompts:
         return fill_all(canvas, forward, blocks, steps, random)
     for first, last in blocks:
@@ -170,7 +173,8 @@ def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int 
 
 
 def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
-    """`fill` for prompts with masks: a block then has a different number of masked positions, and of steps, in each sequence."""
+    """`fill` for prompts with masks: a block then has a different number of masked positions, and of steps, in each
+    sequence."""
     for first, last in blocks:
         masks = canvas.open_counts(first, last)
         runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]

@@ -1,12 +1,13 @@
-"""SlowFast Sampling: explore until the end of the model's confident span is stable, then fill everything before it quickly.
+"""SlowFast Sampling: explore until the end of the model's confident span is stable, then fill everything before it
+quickly.
 
-Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3 and equations 7 to 10, and its
-released code. The plain form is reference/slowfast.py, which notes where they differ; both take the same forwards, draw the
-same tokens and fill the same positions.
+Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3 and equations 7 to 10, and
+its released code. The plain form is reference/slowfast.py, which notes where they differ; both take the same forwards,
+draw the same tokens and fill the same positions.
 
-A cycle starts at some position. Its slow steps fill the most confident positions after it, one forward after another, and note
-how far the model is confident. Once that settles, the span ends; fast steps fill the span, all confident positions at once, and
-the next cycle starts after it. Every sequence of a batch is in its own cycle.
+A cycle starts at some position. Its slow steps fill the most confident positions after it, one forward after another,
+and note how far the model is confident. Once that settles, the span ends; fast steps fill the span, all confident
+positions at once, and the next cycle starts after it. Every sequence of a batch is in its own cycle.
 """
 
 from __future__ import annotations
@@ -73,12 +74,13 @@ def decode(
         tau_high: a fast step fills all positions with more confidence than this.
         k_slow: how many positions a slow step fills.
         k_fast: how many positions a fast step fills if none is confident.
-        cycle: where the span ends: "last" at the last candidate once that is stable, else at their mean; "mean" at the mean, as
-            equation 9 says.
+        cycle: where the span ends: "last" at the last candidate once that is stable, else at their mean; "mean" at the
+            mean, as equation 9 says.
         drop_suffix: fast steps after the first leave out everything after the span, as the released code does.
         prompt_interval, gen_interval, transfer_ratio: as in `dllm_cache`, whose feature cache then runs the forwards;
             without a `prompt_interval` nothing is cached.
-        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1, without filters.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1,
+            without filters.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -162,7 +164,8 @@ class Loop:
         return canvas.finish()
 
     def _columns(self) -> list[list[int]]:
-        """Of each sequence: how many positions a step fills, and how many must be confident for it to fill those instead."""
+        """Of each sequence: how many positions a step fills, and how many must be confident for it to fill those
+        instead."""
         options = self._options
         quotas = [options.k_fast if span.fast else options.k_slow for span in self._spans]
         # A slow step never fills more than its few, however many positions are confident.

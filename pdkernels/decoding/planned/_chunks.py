@@ -1,7 +1,7 @@
 """How many masks of each chunk a step of planned diffusion commits.
 
-All chunks of a round share one clock, set by the longest; each chunk has its own shares. A chunk of l tokens takes about
-min(l, steps) steps, regardless of the ratio.
+All chunks of a round share one clock, set by the longest; each chunk has its own shares. A chunk of l tokens takes
+about min(l, steps) steps, regardless of the ratio.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One sequence of planned diffusion on the host: what it has written, and its next forward.
 
-The host reads every token anyway, one poll per step, so the rounds, the chunks and their schedules are plain lists here. The device
-holds only the cache.
+The host reads every token anyway, one poll per step, so the rounds, the chunks and their schedules are plain lists
+here. The device holds only the cache.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PlanOptions:
 
 
 class PlannedText:
-    """A sequence. It feeds `rows` while it plans (the last drawn token; initially the prompt; after a round its chunks and the sync
-    token), and its chunks while it fills them.
+    """A sequence. It feeds `rows` while it plans (the last drawn token; initially the prompt; after a round its chunks
+    and the sync token), and its chunks while it fills them.
 
     Attributes:
         phase: the kind of its next forward.
@@ -192,7 +192,8 @@ class PlannedText:
         return [token for content in contents for token in (tags.chunk_open, *content, tags.chunk_close)]
 
     def _end_round(self) -> None:
-        """Ends a round. The final rows of its chunks enter the cache with the sync token, in the forward that it needs anyway."""
+        """Ends a round. The final rows of its chunks enter the cache with the sync token, in the forward that it needs
+        anyway."""
         self._session.extend(self.sequence, self._scaffold(self.chunks))
         self._session.emit(self.sequence, [self._stop], 0)
         self.rows = [*self._scaffold(self.chunks), self._stop]

@@ -8,7 +8,8 @@ from pdkernels.generation.traces import ChunkStep
 
 
 def chunk_lanes(trace: Sequence[ChunkStep]) -> str:
-    """The steps of each round from left to right, a lane per chunk: how many tokens it got in each step, a dot for none.
+    """The steps of each round from left to right, a lane per chunk: how many tokens it got in each step, a dot for
+    none.
 
     Args:
         trace: ``stats.trace`` of one sequence of method "planned" with ``trace=True``.

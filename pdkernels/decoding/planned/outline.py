@@ -9,7 +9,8 @@ from pdkernels.models.plan_tokens import PlanTokens
 
 BadPlanReason = Literal["no number", "not closed", "not opened", "nested", "no items"]
 BAD_PLANS: tuple[str, ...] = get_args(BadPlanReason)
-"""An item without a number, without its closing or its opening token, or inside another one; two empty plans in a row."""
+"""An item without a number, without its closing or its opening token, or inside another one; two empty plans in a
+row."""
 
 _LARGEST = 10**9  # of a number in a plan; no text is that long
 
@@ -71,8 +72,8 @@ def _last_number(tokens: Sequence[int], tags: PlanTokens) -> Item:
 
 
 def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
-    """Lengths of chunks that fit into `room` tokens, their tags included; the longest ones are cut to a common length, the
-    first of them may be one token longer. None: there is no room for the tags.
+    """Lengths of chunks that fit into `room` tokens, their tags included; the longest ones are cut to a common length,
+    the first of them may be one token longer. None: there is no room for the tags.
 
     >>> fitted([4, 9, 2], 21), fitted([4, 9, 6], 20), fitted([4, 9], 3)
     ([4, 9, 2], [4, 5, 5], None)
@@ -98,7 +99,8 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
 
 
 def text_pieces(tokens: Sequence[int], tags: PlanTokens, excluded: Collection[int]) -> list[list[int]]:
-    """The text of some tokens without plans, tags, filler and those `excluded`: a list for each chunk and each part outside them.
+    """The text of some tokens without plans, tags, filler and those `excluded`: a list for each chunk and each part
+    outside them.
 
     >>> tags = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10))
     >>> text_pieces([12, 20, 1, 13, 10, 4, 5, 15, 11, 10, 15, 11, 10, 6, 11, 99], tags, {99})

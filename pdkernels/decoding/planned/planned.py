@@ -1,13 +1,15 @@
-"""Planned diffusion: a plan is written token by token, then the chunks that it requests are filled in together, by confidence.
+"""Planned diffusion: a plan is written token by token, then the chunks that it requests are filled in together, by
+confidence.
 
-Source: "Planned Diffusion" and its released decoder. The plain form is reference/planned.py; both take the same forwards, draw the
-same tokens and fill the same positions.
+Source: "Planned Diffusion" and its released decoder. The plain form is reference/planned.py; both take the same
+forwards, draw the same tokens and fill the same positions.
 
-A round's chunks are rows after the cached text that see it and, with `sparse`, only themselves; no step stores them. Finished
-chunks enter the cache together with the sync token, whose forward starts the next plan: exact, and without an extra forward.
+A round's chunks are rows after the cached text that see it and, with `sparse`, only themselves; no step stores them.
+Finished chunks enter the cache together with the sync token, whose forward starts the next plan: exact, and without an
+extra forward.
 
-Each sequence of a batch is in its own round. Each step has a forward for those that plan, one for those whose finished chunks
-enter the cache, and one for those that fill chunks, if there are any, and one read of the device.
+Each sequence of a batch is in its own round. Each step has a forward for those that plan, one for those whose finished
+chunks enter the cache, and one for those that fill chunks, if there are any, and one read of the device.
 """
 
 from __future__ import annotations
@@ -67,10 +69,11 @@ def decode(
     Args:
         sparse: whether the chunks of a round cannot see each other.
         steps_ratio: steps of a round per token of its longest chunk, above 0 and at most 1.
-        order: the score that ranks the positions of a chunk: the "entropy" of their distribution, the "confidence" in the guess, or the
-            "margin" between the two likeliest tokens. None: entropy, or confidence if there is a threshold.
-        threshold: fill all positions of a chunk whose confidence reaches this, and always the most confident one, instead of as many
-            as would be filled at equal shares per step.
+        order: the score that ranks the positions of a chunk: the "entropy" of their distribution, the "confidence" in
+            the guess, or the "margin" between the two likeliest tokens. None: entropy, or confidence if there is a
+            threshold.
+        threshold: fill all positions of a chunk whose confidence reaches this, and always the most confident one,
+            instead of as many as would be filled at equal shares per step.
         length_scale: factor of the lengths that plans request.
         unit: how many tokens a 1 in a plan stands for; None: the model's own.
         cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk is left out of further steps.
@@ -150,7 +153,8 @@ class Guesses:
         banned: tuple[int, ...],
         allowed: torch.Tensor | None = None,
     ) -> TokenStatistics:
-        """For rows ``(batch, R, hidden_size)`` at `positions` ``(batch, R)`` of the texts, -1 where there is nothing to guess."""
+        """For rows ``(batch, R, hidden_size)`` at `positions` ``(batch, R)`` of the texts, -1 where there is nothing to
+        guess."""
         row = torch.arange(positions.numel(), device=positions.device).view_as(positions)
         options: dict[str, Any] = {
             "row_index": row.masked_fill_(positions < 0, -1),
@@ -246,8 +250,8 @@ class Rounds:
     def _fill(
         self, texts: Sequence[PlannedText], live: Sequence[list[int]], quotas: Sequence[list[int]]
     ) -> torch.Tensor:
-        """One step of all chunks: the canvases ``(len(texts), width)`` with what was committed, and whether a guess had no distribution,
-        concatenated per row."""
+        """One step of all chunks: the canvases ``(len(texts), width)`` with what was committed, and whether a guess had
+        no distribution, concatenated per row."""
         cache, sequences = self._group(texts)
         options, step = self._options, _StepTable(texts, live, quotas, self._options)
         table = to_device_async(step.lines, self._device)
@@ -336,7 +340,8 @@ class _StepTable:
 
 @lru_cache(maxsize=64)
 def _tail(layouts: tuple[tuple[tuple[int, ...], bool], ...], sparse: bool, device: torch.device) -> TilePlan:
-    """The mask among the rows of rounds, from each sequence's lengths of chunks and whether a sync token follows them."""
+    """The mask among the rows of rounds, from each sequence's lengths of chunks and whether a sync token follows
+    them."""
     masks = [planned([Stage(0, chunks, sync)], sparse) for chunks, sync in layouts]
     length = max(mask.q_len for mask in masks)
     # Inference may create them, but training may use them next.

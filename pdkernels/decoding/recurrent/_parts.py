@@ -1,7 +1,8 @@
 """Shared by the decoders of recurrent-depth models: options, filtered sampling, the prompt's forward.
 
-Initial states depend on positions (`pdkernels.recurrence_inject`), and so do the random numbers of sampling. One seed per sequence
-keys both, so all methods start a position from the same state and sample its token with the same noise, in any step.
+Initial states depend on positions (`pdkernels.recurrence_inject`), and so do the random numbers of sampling. One seed
+per sequence keys both, so all methods start a position from the same state and sample its token with the same noise, in
+any step.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Core(NamedTuple):
         rows: Tensor | None = None,
         before: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of `rows`, or of all, and the last states ``(batch, T, E)`` where they are needed; from `before`, if it is given."""
+        """Logits of `rows`, or of all, and the last states ``(batch, T, E)`` where they are needed; from `before`, if
+        it is given."""
         if self.plain:
             scale = {} if self.init_scale == 1 else {"init_scale": self.init_scale}
             logits: Tensor = model(
@@ -146,7 +148,8 @@ class Core(NamedTuple):
         return logits, state
 
     def fill(self, model: RecurrentDepth, cache: Any, rows: int, counts: Tensor | None, done: Tensor) -> None:
-        """For new rows that have had ``done[b]`` recurrences, fewer than are kept: the missing ones are as the last one was."""
+        """For new rows that have had ``done[b]`` recurrences, fewer than are kept: the missing ones are as the last one
+        was."""
         config, table, page = model.config, cache.block_table, cache.k.shape[2]
         at = cache.lengths[:, None] + torch.arange(rows, device=done.device)
         at = at.clamp(max=cache.capacity - 1)
@@ -225,8 +228,8 @@ def prefill(
 ) -> Prefill:
     """Runs the prompts through the model and records the token after each; at least one new token must be requested.
 
-    `run_prompts` replaces the fixed number of recurrences: it takes the cache, the prompts, their counts and their last rows, and
-    returns the logits of these, the states of all rows, and the number of recurrences.
+    `run_prompts` replaces the fixed number of recurrences: it takes the cache, the prompts, their counts and their last
+    rows, and returns the logits of these, the states of all rows, and the number of recurrences.
     """
     cache = new_cache(session, page_size, core)
     ends = session.ends_on(cache.lengths.device)  # before the forward, for which a copy to the device would wait
@@ -253,8 +256,8 @@ def after_prompts(
     core: Core,
     run_prompts: RunPrompts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Puts the prompts into an empty cache. The tokens after them ``(batch, 1)``; the same ``(batch,)`` for the host, -1 without a choice; the
-    last states of `Prefill`; and how often the core ran. The host reads nothing here."""
+    """Puts the prompts into an empty cache. The tokens after them ``(batch, 1)``; the same ``(batch,)`` for the host,
+    -1 without a choice; the last states of `Prefill`; and how often the core ran. The host reads nothing here."""
     prompts, lengths = session.packed_prompts(session.longest, cache.lengths.device)
     last, counts = (lengths - 1)[:, None], session.ragged(lengths)
     state: Tensor | None

@@ -1,9 +1,9 @@
 """The active rows of recurrent diffusion, in tensors that are allocated once.
 
-Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithm 2 and
-equations 1 to 3. Row i of a sequence's wave is at position ``cursor + i``. The cursor is the
-lengths of the cache: everything before it is frozen, everything after it is rewritten by every recurrence. So when rows
-freeze, only the cursor moves: the next step reads this step's states and embeddings that many rows further on.
+Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models",
+Algorithm 2 and equations 1 to 3. Row i of a sequence's wave is at position ``cursor + i``. The cursor is the lengths of
+the cache: everything before it is frozen, everything after it is rewritten by every recurrence. So when rows freeze,
+only the cursor moves: the next step reads this step's states and embeddings that many rows further on.
 """
 
 from __future__ import annotations
@@ -115,16 +115,16 @@ class Wave:
             self._text.copy_(packed.scatter_(1, lengths[:, None], tokens))
 
     def step(self, rows: int, full: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Refines the first `rows` rows of every sequence, predicts, freezes what is ready and advances. The host reads nothing
-        here.
+        """Refines the first `rows` rows of every sequence, predicts, freezes what is ready and advances. The host reads
+        nothing here.
 
         Args:
             rows: at least the largest width.
             full: every sequence has that many rows, so none is padding.
 
         Returns:
-            Predictions ``(batch, rows)`` int64, of the token after each row, -1 where logits give no choice, and the distance of each row,
-            inf where there is none.
+            Predictions ``(batch, rows)`` int64, of the token after each row, -1 where logits give no choice, and the
+            distance of each row, inf where there is none.
         """
         model, options, cache, width = self.model, self.options, self._cache, self.width
         cursor, backend = cache.lengths, backend_of(self.model.dtype)
@@ -211,7 +211,8 @@ class Wave:
         return drawn.masked_fill(has_no_choice(logits, drawn), -1), distance
 
     def append_forced(self, session: Session, widths: Sequence[int]) -> bool:
-        """Appends the tokens that grammars force after the inputs of the waves, as far as these stay. Whether there were any."""
+        """Appends the tokens that grammars force after the inputs of the waves, as far as these stay. Whether there
+        were any."""
         inputs, remaining, changed = self.tokens.tolist(), self.remaining.tolist(), False
         for sequence, width in enumerate(widths):
             if width == 0:

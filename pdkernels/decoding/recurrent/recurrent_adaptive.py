@@ -1,7 +1,8 @@
 """Autoregressive decoding of a recurrent-depth model that ends a token's recurrence once it has converged.
 
-Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.1, with the criteria and thresholds of the
-released code. The plain form is reference/recurrent_adaptive.py; both run the same recurrences and write the same tokens.
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.1, with the criteria and
+thresholds of the released code. The plain form is reference/recurrent_adaptive.py; both run the same recurrences and
+write the same tokens.
 
 In a batch a sequence that has converged keeps its state, and its rows stop counting, while the others continue.
 """
@@ -42,7 +43,8 @@ class ExitCheck(NamedTuple):
     """The input of a custom exit criterion: the tokens that are being computed."""
 
     state: Tensor
-    """``(batch, rows, hidden)``, the states after `recurrences` recurrences; a token has one row, a prompt one for each of its tokens."""
+    """``(batch, rows, hidden)``, the states after `recurrences` recurrences; a token has one row, a prompt one for each
+    of its tokens."""
     before: Tensor
     """The states at the previous check, or the initial ones."""
     recurrences: int
@@ -85,26 +87,31 @@ def decode(
 ) -> None:
     """Fills `session` with one token per forward, each with as many recurrences as it needs.
 
-    The host decides whether the core continues, so the device is read once per check that counts (with a trace: per check). A token
-    needs no extra read: it comes with the first check of the next one. So the end of the last sequence is noticed after one more
-    token has been started, which affects only the stats' seconds.
+    The host decides whether the core continues, so the device is read once per check that counts (with a trace: per
+    check). A token needs no extra read: it comes with the first check of the next one. So the end of the last sequence
+    is noticed after one more token has been started, which affects only the stats' seconds.
 
     Args:
-        criterion: what is compared between two checks: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
-            cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of
-            distributions without unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a
-            row that count and leave the likeliest token unchanged; done at the threshold. Or a function of an `ExitCheck` whose
-            result ``(batch,)`` says which tokens are done, as bools or as numbers below the threshold.
-        threshold: when a token is done; None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5 for the criteria in this order, 0 for a function.
+        criterion: what is compared between two checks: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 -
+            their cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence,
+            "minp-kl" that of distributions without unlikely tokens; a token is done below the threshold.
+            "argmax-stability" counts checks in a row that count and leave the likeliest token unchanged; done at the
+            threshold. Or a function of an `ExitCheck` whose result ``(batch,)`` says which tokens are done, as bools or
+            as numbers below the threshold.
+        threshold: when a token is done; None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5 for the criteria in this order, 0 for
+            a function.
         max_recurrences: maximum recurrences of a token; None: `recurrences`. Those after the last check run unchecked.
-        min_recurrences: a check counts only if the state it compares with has had this many. With 0 the first check counts too: it
-            compares with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
+        min_recurrences: a check counts only if the state it compares with has had this many. With 0 the first check
+            counts too: it compares with the initial state, an entropy of 100 or the uniform distribution, as in the
+            released code.
         check_every: number of recurrences between two checks.
-        first_check: recurrences before the first check; None: `check_every`. ``first_check=n + 1`` with ``min_recurrences=0`` has
-            the phase of the released code with ``min_steps=n``: its first check comes after one more recurrence, and counts.
-        adaptive_prompt: stop the prompt by the same criterion, all its rows together: states count by their mean over the rows,
-            distributions by the last row. By default it gets `recurrences`.
-        recurrences: recurrences of the prompt, or their maximum if it is adaptive; None: as many as the model was trained for.
+        first_check: recurrences before the first check; None: `check_every`. ``first_check=n + 1`` with
+            ``min_recurrences=0`` has the phase of the released code with ``min_steps=n``: its first check comes after
+            one more recurrence, and counts.
+        adaptive_prompt: stop the prompt by the same criterion, all its rows together: states count by their mean over
+            the rows, distributions by the last row. By default it gets `recurrences`.
+        recurrences: recurrences of the prompt, or their maximum if it is adaptive; None: as many as the model was
+            trained for.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
@@ -302,7 +309,8 @@ def _run_until_converged(
 
 
 class Divergence:
-    """The quantity that a criterion compares between the checks of one token, or of the rows of a prompt that are `real` ``(batch, rows)``."""
+    """The quantity that a criterion compares between the checks of one token, or of the rows of a prompt that are
+    `real` ``(batch, rows)``."""
 
     def __init__(self, criterion: Criterion | OwnCriterion, state: torch.Tensor, real: Tensor | None = None) -> None:
         self.criterion, self.real = criterion, real
@@ -312,8 +320,8 @@ class Divergence:
         self.unchanged_checks = torch.zeros(len(state), dtype=torch.int64, device=state.device)
 
     def measure(self, state: torch.Tensor, logits: torch.Tensor | None, compared: bool) -> torch.Tensor:
-        """``(batch,)``: how far `state` ``(batch, rows, E)`` or `logits` ``(batch, 1, V)`` moved since the last call; or the checks
-        without a new argmax, among those that are `compared`.
+        """``(batch,)``: how far `state` ``(batch, rows, E)`` or `logits` ``(batch, 1, V)`` moved since the last call;
+        or the checks without a new argmax, among those that are `compared`.
         """
         if logits is None:
             now, then = _wide(state), _wide(self.state)

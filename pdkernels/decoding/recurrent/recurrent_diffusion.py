@@ -1,8 +1,9 @@
-"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the previous one.
+"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the
+previous one.
 
-Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithms 1
-and 2, equations 1 to 3. The plain form is reference/recurrent_diffusion.py; both take the same steps, sample the same tokens and
-freeze the same rows. Differences between the paper and its code are described there.
+Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models",
+Algorithms 1 and 2, equations 1 to 3. The plain form is reference/recurrent_diffusion.py; both take the same steps,
+sample the same tokens and freeze the same rows. Differences between the paper and its code are described there.
 """
 
 from __future__ import annotations
@@ -39,23 +40,27 @@ _COMPARED = {"latent-diff": 1, "latent-acceleration": 2}  # earlier states that 
 class WaveSteps(Steps):
     """A step refines a wave of positions, freezes those at its front that are ready and appends new ones.
 
-    An entry: rows of a sequence's wave, how many were frozen; predictions and inputs of the rows, their distances as bits of fp64.
+    An entry: rows of a sequence's wave, how many were frozen; predictions and inputs of the rows, their distances as
+    bits of fp64.
 
     Args:
         inner_recurrence: recurrences per step.
         threshold: a row is ready if its state moved by less than this since the last step, relative to its norm.
-        exit: what makes a row ready: "latent-diff" that distance; "latent-acceleration" the second difference of three steps;
-            "token-stability" a prediction that has stayed the same for `stability` steps; "fixed" its `recurrences` (Algorithm 1).
+        exit: what makes a row ready: "latent-diff" that distance; "latent-acceleration" the second difference of three
+            steps; "token-stability" a prediction that has stayed the same for `stability` steps; "fixed" its
+            `recurrences` (Algorithm 1).
         noise: share of fresh noise that a step mixes into a state.
-        schedule: how that share decays with a position's recurrences: "linear" (None), down to 0 after `recurrences`, "harmonic",
-            "root", or "constant" not at all.
+        schedule: how that share decays with a position's recurrences: "linear" (None), down to 0 after `recurrences`,
+            "harmonic", "root", or "constant" not at all.
         mixer: how noise is mixed in: "linear", or "sqrt", which keeps the variance.
         momentum: share of the last step's embedding in a row's embedding.
         headway: how many positions a step appends.
         max_wavefront: maximum number of active positions. 1 is autoregressive decoding with adaptive exits.
-        rule: "prefix" freezes the rows before the first one that is not ready, "last" all rows up to the last one that is.
+        rule: "prefix" freezes the rows before the first one that is not ready, "last" all rows up to the last one that
+            is.
         new_state: a new row starts "fresh" from the state of its position or "copied" from that of the previous row.
-        keep_changed: never freeze a row whose input changed in this step, because its K and V are those of the old token.
+        keep_changed: never freeze a row whose input changed in this step, because its K and V are those of the old
+            token.
         recurrences: recurrences of the prompt; None: as many as the model was trained for.
         max_recurrences: a row is ready after this many at the latest; None: 4 * `recurrences`; 0: no limit.
         stability: steps for which a prediction must stay the same; None: ``recurrences // inner_recurrence + 1``.

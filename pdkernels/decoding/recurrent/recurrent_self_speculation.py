@@ -1,4 +1,5 @@
-"""Self-speculation of a recurrent-depth model: few recurrences draft some tokens, the full number verifies the draft at once.
+"""Self-speculation of a recurrent-depth model: few recurrences draft some tokens, the full number verifies the draft at
+once.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.3. The plain form is
 reference/recurrent_self_speculation.py; both take the same forwards and accept the same part of every draft.
@@ -44,19 +45,22 @@ def decode(
 ) -> int:
     """Fills `session` with the tokens of forwards over whole drafts; drafting needs no extra model or cache.
 
-    Its K and V lie past the cursor, where the verifying forward overwrites them. That forward reads the rows of the draft
-    after as many recurrences as it has run itself; `recurrent_static` reads them after all recurrences. So the tokens are equal
-    where states have converged, not by construction.
+    Its K and V lie past the cursor, where the verifying forward overwrites them. That forward reads the rows of the
+    draft after as many recurrences as it has run itself; `recurrent_static` reads them after all recurrences. So the
+    tokens are equal where states have converged, not by construction.
 
     Args:
         block_size: maximum tokens per draft, each drafted by a forward; 0 is `recurrent_static`.
         draft_recurrences: recurrences of a drafting forward.
-        verification_threshold: below 1, a drafted token is also accepted if the verifier gives it at least this share of the likeliest token's
-            probability.
-        new_state: "copied" starts a drafted token's recurrences from the last state of the token before it, and the verifier's from the
-            states that the drafts left; "fresh" starts all from the initial states of their positions.
-        recurrences: recurrences of the prompt and of the verifying forwards; None: as many as the model was trained for.
-        temperature: sampling temperature of drafter and verifier, which sample a position with the same random numbers; 0 is greedy.
+        verification_threshold: below 1, a drafted token is also accepted if the verifier gives it at least this share
+            of the likeliest token's probability.
+        new_state: "copied" starts a drafted token's recurrences from the last state of the token before it, and the
+            verifier's from the states that the drafts left; "fresh" starts all from the initial states of their
+            positions.
+        recurrences: recurrences of the prompt and of the verifying forwards; None: as many as the model was trained
+            for.
+        temperature: sampling temperature of drafter and verifier, which sample a position with the same random numbers;
+            0 is greedy.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -142,8 +146,8 @@ def decode(
 
 
 def _write_forced(block: Tensor, session: Session, lengths: list[int]) -> tuple[Tensor | None, int]:
-    """Writes what grammars force into drafts of `lengths`. How many tokens of each draft they are, ``(batch, 1)``, and how many all drafts
-    have, of which none needs a forward."""
+    """Writes what grammars force into drafts of `lengths`. How many tokens of each draft they are, ``(batch, 1)``, and
+    how many all drafts have, of which none needs a forward."""
     forced = session.forced([length - 1 for length in lengths])
     if not any(forced):
         return None, 0
@@ -155,8 +159,9 @@ def _write_forced(block: Tensor, session: Session, lengths: list[int]) -> tuple[
 
 
 def _begun(chain: list[Tensor | None], lengths: Tensor, slot: Tensor) -> Tensor | None:
-    """Where the judge's rows begin, ``(batch, width, E)``: each from the state of its own draft forward, the last row of a draft
-    from that of the row before. `chain` has the state before the draft, then that after each of its forwards.
+    """Where the judge's rows begin, ``(batch, width, E)``: each from the state of its own draft forward, the last row
+    of a draft from that of the row before. `chain` has the state before the draft, then that after each of its
+    forwards.
     """
     states = [state for state in chain if state is not None]
     if not states:
@@ -166,7 +171,8 @@ def _begun(chain: list[Tensor | None], lengths: Tensor, slot: Tensor) -> Tensor 
 
 
 def _lenient(predictions: Tensor, logits: Tensor, draft: Tensor, lengths: Tensor, threshold: float) -> Tensor:
-    """`predictions` ``(batch, T)`` with the drafted token in place of the verifier's, wherever it is probable enough."""
+    """`predictions` ``(batch, T)`` with the drafted token in place of the verifier's, wherever it is probable
+    enough."""
     following = draft[:, 1:]
     draft_logits = logits[:, :-1].gather(-1, following[..., None])[..., 0]
     near_best = draft_logits >= logits[:, :-1].amax(-1) + math.log(max(threshold, 1e-300))

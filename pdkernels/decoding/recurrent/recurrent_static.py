@@ -1,4 +1,5 @@
-"""Autoregressive decoding of a recurrent-depth model with a fixed number of recurrences, which its parallel samplers approximate.
+"""Autoregressive decoding of a recurrent-depth model with a fixed number of recurrences, which its parallel samplers
+approximate.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 3. The plain form is
 reference/recurrent_static.py.
@@ -36,8 +37,8 @@ def decode(
 ) -> None:
     """Fills `session` with one token per forward.
 
-    By default the cache keeps one slot per position, however many recurrences there are: all recurrences of later tokens read the K and V
-    of the last one.
+    By default the cache keeps one slot per position, however many recurrences there are: all recurrences of later
+    tokens read the K and V of the last one.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)

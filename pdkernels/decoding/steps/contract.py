@@ -1,11 +1,12 @@
 """A decoding method in two halves: the step on the device, and the host code that records its result.
 
-The device half has static shapes, keeps its state in tensors that are allocated once and change in place, and reads nothing
-back: it can be captured in a graph, and whole generations can run without the host (`pdkernels.integrations.device_loop`). The
-host half turns entries, one per step, into the session's record. Here the two alternate.
+The device half has static shapes, keeps its state in tensors that are allocated once and change in place, and reads
+nothing back: it can be captured in a graph, and whole generations can run without the host
+(`pdkernels.integrations.device_loop`). The host half turns entries, one per step, into the session's record. Here the
+two alternate.
 
-Everything that a step reads of a sequence is in its row of `state` and of the cache. So another sequence can take the row between
-two steps: `admit` copies these rows from steps that have run its prompt alone (`RunningBatch`).
+Everything that a step reads of a sequence is in its row of `state` and of the cache. So another sequence can take the
+row between two steps: `admit` copies these rows from steps that have run its prompt alone (`RunningBatch`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from pdkernels.generation.session import Session
 
 
 class Steps(ABC):
-    """Built for the sizes of a session; `start` takes any session with the same batch and limits and no longer prompts, and with
-    `any_limit` also lower limits, equal for all sequences."""
+    """Built for the sizes of a session; `start` takes any session with the same batch and limits and no longer prompts,
+    and with `any_limit` also lower limits, equal for all sequences."""
 
     entry: Entry
-    """Rewritten by `start` and by every step. With two `forms` it has a column `form`: which is next, for all sequences, 0 or 1."""
+    """Rewritten by `start` and by every step. With two `forms` it has a column `form`: which is next, for all
+    sequences, 0 or 1."""
     limit: int
     """Maximum new tokens of a generation."""
     cache: Any
@@ -46,8 +48,8 @@ class Steps(ABC):
     keeps_pages: bool = False
     """Whether a step writes to the cache of a sequence that is done as if it continued."""
     resumes: bool = False
-    """Whether a sequence can leave between two steps and go on later: from its rows of `state`, and the K and V of its text, as causal
-    rows of the model give them."""
+    """Whether a sequence can leave between two steps and go on later: from its rows of `state`, and the K and V of its
+    text, as causal rows of the model give them."""
     continues: bool = True
     """Whether `start` can go on after rows of the prompt that are in the cache already."""
     slots: int = 1
@@ -71,8 +73,8 @@ class Steps(ABC):
 
     @abstractmethod
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        """Runs one round for all sequences. Nothing pending is larger than `width` (None: unknown); all have that size if not
-        `ragged`."""
+        """Runs one round for all sequences. Nothing pending is larger than `width` (None: unknown); all have that size
+        if not `ragged`."""
 
     @classmethod
     def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
@@ -81,13 +83,14 @@ class Steps(ABC):
 
     @property
     def live(self) -> tuple[torch.Tensor, ...]:
-        """Tensors ``(batch,)`` that are 0 for a sequence that is done: the host ends one by writing 0 into all of them."""
+        """Tensors ``(batch,)`` that are 0 for a sequence that is done: the host ends one by writing 0 into all of
+        them."""
         return (self.entry.pending,)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """Tensors ``(batch, ..)`` with all that a step reads of a sequence, besides its part of the cache: a sequence joins with its
-        rows of these."""
+        """Tensors ``(batch, ..)`` with all that a step reads of a sequence, besides its part of the cache: a sequence
+        joins with its rows of these."""
         return self.entry.table, self.seeds
 
     def reseed(self, seeds: torch.Tensor) -> None:
@@ -95,15 +98,17 @@ class Steps(ABC):
         self.seeds.copy_(seeds)
 
     def ready(self, rows: Rows) -> bool:
-        """Whether a sequence can join before the next step; `rows` is the last entry. If not, it can after some more steps."""
+        """Whether a sequence can join before the next step; `rows` is the last entry. If not, it can after some more
+        steps."""
         return True
 
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
         """Replaces sequence `row` by one that `other` has started; no other sequence changes, except that it may wait.
 
-        `other` was built with the same options for the same sizes, but for another number of sequences. Its cache has `length` tokens of
-        that sequence; here there will be room for `capacity`. Nothing here waits for the device, but pages change. MemoryError, before
-        any change: there are too few. From a cache on the same pool the pages move, as many as there are.
+        `other` was built with the same options for the same sizes, but for another number of sequences. Its cache has
+        `length` tokens of that sequence; here there will be room for `capacity`. Nothing here waits for the device, but
+        pages change. MemoryError, before any change: there are too few. From a cache on the same pool the pages move,
+        as many as there are.
         """
         batch, other_batch = len(self.entry.table), len(other.entry.table)
         for copy in range(row, self.cache.batch, batch):
@@ -129,7 +134,8 @@ class Steps(ABC):
 
     @property
     def max_entries(self) -> int:
-        """The maximum number of entries of a generation: one for the prompts and one per round, which gives a sequence at least a token."""
+        """The maximum number of entries of a generation: one for the prompts and one per round, which gives a sequence
+        at least a token."""
         return self.limit
 
     @abstractmethod
@@ -141,9 +147,11 @@ class Steps(ABC):
         """Records an entry, given the one before it. Returns the forwards of the step its sequences took part in."""
 
     def provisional(self, session: Session, before: Row | None, row: Row) -> list[int | None]:
-        """The tokens after those on record of a session of one prompt, None where nothing is written: they may still change.
+        """The tokens after those on record of a session of one prompt, None where nothing is written: they may still
+        change.
 
-        `row` is its part of the last entry, which has been recorded; `before` that of the entry before, None after the prompt.
+        `row` is its part of the last entry, which has been recorded; `before` that of the entry before, None after the
+        prompt.
         """
         return []
 
@@ -160,7 +168,8 @@ class Steps(ABC):
         return rows
 
     def recorded(self, session: Session, log: list[list[list[int]]]) -> int:
-        """Records a whole generation from the log of its entries, and returns the forwards its sequences took part in."""
+        """Records a whole generation from the log of its entries, and returns the forwards its sequences took part
+        in."""
         entries = [self.entry.rows(values) for values in log]
         refuse_no_choice(session, entries)
         opened = self.opened(session, entries[0])

@@ -14,11 +14,11 @@ from pdkernels.ops.verify_draft import DraftVerdict
 
 
 class DraftSteps(Steps):
-    """Steps with a verified draft each. A decoder calls `allocate` once, `begin` after the prompts' forward and `judge` after each
-    verification; it keeps its own way to draft and to verify.
+    """Steps with a verified draft each. A decoder calls `allocate` once, `begin` after the prompts' forward and `judge`
+    after each verification; it keeps its own way to draft and to verify.
 
-    An entry has `pending`, the length of the next draft; `draft`, that draft, whose first token is known; and `predictions`, what the
-    verifier said to the last one.
+    An entry has `pending`, the length of the next draft; `draft`, that draft, whose first token is known; and
+    `predictions`, what the verifier said to the last one.
     """
 
     lengths: Lengths | None = None
@@ -35,10 +35,11 @@ class DraftSteps(Steps):
         rows: int = 0,
         **columns: int | None,
     ) -> None:
-        """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and `predictions`.
+        """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and
+        `predictions`.
 
-        `costs` and `wake`: those of `Lengths`, if the length of drafts is to be chosen by what pays. `rows`: of a forward, if a draft has
-        branches and so more rows than tokens that can be accepted.
+        `costs` and `wake`: those of `Lengths`, if the length of drafts is to be chosen by what pays. `rows`: of a
+        forward, if a draft has branches and so more rows than tokens that can be accepted.
         """
         self.model, self.limit, self.slots = session.model, session.max_new_tokens, slots
         self.spare = rows if rows > slots else 0
@@ -62,7 +63,8 @@ class DraftSteps(Steps):
         return self.remaining, self.entry.pending
 
     def begin(self, session: Session, first: torch.Tensor, logits: torch.Tensor) -> None:
-        """Writes the entry after the prompts of `session`: tokens `first` ``(batch, 1)``, sampled from `logits` ``(batch, 1, V)``."""
+        """Writes the entry after the prompts of `session`: tokens `first` ``(batch, 1)``, sampled from `logits`
+        ``(batch, 1, V)``."""
         no_choice = has_no_choice(logits, first)[:, 0]
         self.entry.accepted.zero_().masked_fill_(no_choice, -1)
         self.remaining.fill_(session.max_new_tokens - 1).masked_fill_(no_choice, 0)
@@ -74,9 +76,11 @@ class DraftSteps(Steps):
         self._next_length(torch.zeros_like(self.remaining))
 
     def judge(self, verdict: DraftVerdict, logits: torch.Tensor, predictions: torch.Tensor) -> None:
-        """After a verification: the tokens `predictions` ``(batch, R)`` were drawn from the verifier's `logits` ``(batch, R, V)``.
+        """After a verification: the tokens `predictions` ``(batch, R)`` were drawn from the verifier's `logits`
+        ``(batch, R, V)``.
 
-        The next draft is as long as slots and remaining tokens allow. A finished sequence has nothing remaining, so its draft is empty.
+        The next draft is as long as slots and remaining tokens allow. A finished sequence has nothing remaining, so its
+        draft is empty.
         """
         no_choice = accepted_without_choice(logits, predictions, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | no_choice, 0)
@@ -107,7 +111,8 @@ class DraftSteps(Steps):
                 self.entry.draft[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, device=self.slot.device)
 
     def _next_length(self, accepted: torch.Tensor) -> None:
-        """The longest draft that slots and remaining tokens allow, and that pays. Of the last one so many tokens were `accepted`."""
+        """The longest draft that slots and remaining tokens allow, and that pays. Of the last one so many tokens were
+        `accepted`."""
         if self.lengths is None:
             self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
         else:

@@ -38,9 +38,11 @@ Rows = list[Row]
 class Entry:
     """An int64 table ``(batch, columns)`` whose columns are declared by name, once.
 
-    The device writes `entry.name`, the host reads `row.name` of the rows that `rows` returns. Every entry has two columns:
+    The device writes `entry.name`, the host reads `row.name` of the rows that `rows` returns. Every entry has two
+    columns:
 
-    - `pending`: the size of a sequence's next round (tokens of a draft, rows of a wave, 1 for a canvas); 0 once it is done;
+    - `pending`: the size of a sequence's next round (tokens of a draft, rows of a wave, 1 for a canvas); 0 once it is
+      done;
     - `accepted`: what its last round made final; -1 if its logits gave no choice, which also ends the sequence.
 
     Args:

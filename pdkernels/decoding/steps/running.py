@@ -40,22 +40,25 @@ class Preempted(NamedTuple):
 class RunningBatch:
     """A batch of a method's steps, each row of which serves one request after another.
 
-    A request is a `Session` of one prompt, with a limit, stop strings, a callback and a trace of its own. It gets the tokens, the
-    accepted counts and the trace that it has alone, whatever else is in the batch: its first token and state come from steps of
-    batch 1 (`Steps.admit`), and its random numbers from its seed and positions.
+    A request is a `Session` of one prompt, with a limit, stop strings, a callback and a trace of its own. It gets the
+    tokens, the accepted counts and the trace that it has alone, whatever else is in the batch: its first token and
+    state come from steps of batch 1 (`Steps.admit`), and its random numbers from its seed and positions.
 
     Args:
         kind: the steps of a method.
-        largest: a session with the sizes of the batch: as many prompts as there are rows, all as long as the longest that may come,
-            and the largest limit. Its model, end tokens and filters are those of all requests.
-        staging: where prompts run, if that is shared with another batch of the same method, options and sizes; None: an own one.
+        largest: a session with the sizes of the batch: as many prompts as there are rows, all as long as the longest
+            that may come, and the largest limit. Its model, end tokens and filters are those of all requests.
+        staging: where prompts run, if that is shared with another batch of the same method, options and sizes; None: an
+            own one.
         **options: of the method.
 
     Raises:
-        NotImplementedError: an option that the method's steps do not follow, or a model whose cache cannot take over a sequence.
+        NotImplementedError: an option that the method's steps do not follow, or a model whose cache cannot take over a
+            sequence.
         ValueError: a session that fills masks in prompts, or an option out of range.
 
-    The state is allocated here, once. The prompt ``[0]`` runs in every row, so that rows without a request hold something valid.
+    The state is allocated here, once. The prompt ``[0]`` runs in every row, so that rows without a request hold
+    something valid.
 
     Example:
         >>> import torch
@@ -125,10 +128,12 @@ class RunningBatch:
             row: one of `free`.
             session: of one prompt, with the batch's model and end tokens, and no larger than `largest`.
             seed: as that of `generate` for the prompt alone.
-            sampler: its temperature and filters, if the method's steps draw by row (`Steps.draws_by_row`); None: those of the batch.
+            sampler: its temperature and filters, if the method's steps draw by row (`Steps.draws_by_row`); None: those
+                of the batch.
 
         Raises:
-            ValueError: a row that is taken, a request that does not fit, logits without a choice; or the batch is not `ready`.
+            ValueError: a row that is taken, a request that does not fit, logits without a choice; or the batch is not
+                `ready`.
             MemoryError: the pool of pages is too small for the prompt and its new tokens.
 
         Nothing has changed after an error. The host waits for the prompt's forward.
@@ -198,7 +203,8 @@ class RunningBatch:
         Both have the method, options and sizes, but for the number of rows. The host waits for the device.
 
         Raises:
-            ValueError: this batch has requests, or too few rows; or the method fills canvases, which have rows for every new position.
+            ValueError: this batch has requests, or too few rows; or the method fills canvases, which have rows for
+                every new position.
             MemoryError: the pool of pages is too small.
         """
         other_rows = other._taken()

@@ -1,4 +1,5 @@
-"""Where the prompt of a request runs before the request joins a batch: steps of batch 1, whose prompt can run in pieces."""
+"""Where the prompt of a request runs before the request joins a batch: steps of batch 1, whose prompt can run in
+pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from pdkernels.generation.shared_prompts import continued
 class _Continued:
     """A model that is told that the cache already holds the first `known` tokens of what it gets next.
 
-    A forward that cannot continue them runs the whole of it and writes their rows anew; not where they are in pages that others may hold.
+    A forward that cannot continue them runs the whole of it and writes their rows anew; not where they are in pages
+    that others may hold.
     """
 
     def __init__(self, model: Any) -> None:
@@ -99,7 +101,8 @@ class Staging:
         return pool
 
     def room(self, session: Session, length: int) -> int:
-        """Tokens that a sequence on a pool must have pages for, before a step after `length` tokens: all, if it cannot leave."""
+        """Tokens that a sequence on a pool must have pages for, before a step after `length` tokens: all, if it cannot
+        leave."""
         steps = self.steps
         capacity: int = min(session.longest + session.max_new_tokens + steps.spare, steps.cache.capacity)
         return min(length + steps.slots, capacity) if steps.resumes else capacity
@@ -136,7 +139,8 @@ class Staging:
 
     @inference()
     def resume(self, text: list[int], prompt: int, state: Sequence[torch.Tensor]) -> None:
-        """Makes the sequence of `text`, whose rows are in the cache, what it was when it left: with its rows of `Steps.state`."""
+        """Makes the sequence of `text`, whose rows are in the cache, what it was when it left: with its rows of
+        `Steps.state`."""
         cache, self.cached = self.steps.cache, 0
         cache.lengths.fill_(len(text))
         if hasattr(cache, "tell_"):
@@ -160,7 +164,8 @@ class Staging:
 
     @inference()
     def start(self, session: Session, seed: torch.Tensor, sampler: Sampler | None = None) -> Rows:
-        """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the options."""
+        """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the
+        options."""
         self._model.cached, self._model.shared, self.cached = self.cached, self.pool is not None, 0
         if self._sampler is not None:
             self.steps.sampler = sampler or self._sampler

@@ -29,8 +29,8 @@ _OTHER_FORMS = ("do_sample", "max_length", "sequence_bias")
 class HarnessModel(TemplateLM):  # type: ignore[misc]
     """A model of `pdkernels.models` for lm-evaluation-harness, decoding with any method.
 
-    Generations are those of `pdkernels.decoding.generate`, cut at the first of the task's stop texts. Log-likelihoods are exact
-    for causal models; masked-diffusion models give LLaDA's bound (`masked_log_likelihood`).
+    Generations are those of `pdkernels.decoding.generate`, cut at the first of the task's stop texts. Log-likelihoods
+    are exact for causal models; masked-diffusion models give LLaDA's bound (`masked_log_likelihood`).
 
     Args:
         pretrained: an argument of `pdkernels.models.load`, or a model with a tokenizer.
@@ -38,13 +38,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         batch_size: prompts per generation, and rows per forward for likelihoods.
         max_new_tokens: used if a task sets no length.
         likelihood_samples: samples of the bound; 128 in LLaDA's evaluation.
-        check_greedy: for masked-diffusion models, whether to check that the model itself writes a text, with one token per forward.
-            This takes as many forwards as the text has tokens; only tasks with the metric "is greedy" (LAMBADA) use it. False:
-            no text counts as greedy.
+        check_greedy: for masked-diffusion models, whether to check that the model itself writes a text, with one token
+            per forward. This takes as many forwards as the text has tokens; only tasks with the metric "is greedy"
+            (LAMBADA) use it. False: no text counts as greedy.
         seed: of sampling.
-        add_bos_token: whether texts begin with the BOS token. None: as the tokenizer does. A text that already begins with BOS, as
-            rendered chats do, gets no second one.
-        prefix_token_id: the token that precedes texts without a context, and rolling windows. None: BOS, or the end token if there is no BOS.
+        add_bos_token: whether texts begin with the BOS token. None: as the tokenizer does. A text that already begins
+            with BOS, as rendered chats do, gets no second one.
+        prefix_token_id: the token that precedes texts without a context, and rolling windows. None: BOS, or the end
+            token if there is no BOS.
         enable_thinking, chat_template_args: variables of the chat template.
         dtype, device: as in `pdkernels.models.load`.
         **options: of the method.
@@ -152,8 +153,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids, as the harness's model of transformers has them: with special tokens as the tokenizer adds them, `add_bos_token`
-        or `add_special_tokens` says, and without another BOS before a text that begins with it."""
+        """Ids, as the harness's model of transformers has them: with special tokens as the tokenizer adds them,
+        `add_bos_token` or `add_special_tokens` says, and without another BOS before a text that begins with it."""
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and self._begins(string):
             special = False
@@ -186,7 +187,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return str(template.chosen(self.template_name))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat, from the checkpoint's template. Without a generation prompt the last message is continued."""
+        """The text of a chat, from the checkpoint's template. Without a generation prompt the last message is
+        continued."""
         template = getattr(self.model.tokenizer, "chat_template", None)
         if template is None:
             raise NotImplementedError(f"{OP}: the checkpoint has no chat template.")
@@ -221,7 +223,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         longest = self.model.config.max_positions
         maximum = max((len(text) for _, _, text in requests), default=0)
         check(maximum <= longest, OP, "text", f"have at most {longest} tokens, the model's positions", maximum)
-        # As in the harness's own models, a text that is too long is cut at its start. A causal model does not read the last token.
+        # As in the harness's own models, a text that is too long is cut at its start. A causal model does not read the
+        # last token.
         max_tokens = longest if self.masked else longest + 1
         prefixes = [prefix[-max(max_tokens - len(text), 1) :] for _, prefix, text in requests]
         found = self._likelihoods(prefixes, [text for _, _, text in requests])
@@ -282,7 +285,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return list(result.text)
 
     def _params(self, asked: dict[str, Any]) -> SamplingParams:
-        """The settings of a task's generation: by their names here, in transformers, or elsewhere; others are refused."""
+        """The settings of a task's generation: by their names here, in transformers, or elsewhere; others are
+        refused."""
         asked = {name: value for name, value in asked.items() if value is not None}
         until = asked.pop("until", None) or ()
         draws = asked.pop("do_sample", None)

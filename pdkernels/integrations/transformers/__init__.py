@@ -4,8 +4,10 @@
 - `PdCache` is a cache that is written in place.
 - `generate` is for ``model.generate(custom_generate=generate)``.
 - `renoise` is the sampler of DiffusionGemma.
-- `wrap(model)` prepares any decoder of transformers for `pdkernels.decoding.generate`; `from_transformers(model)` converts one.
-- `quantize_linears_(model)` quantises the matrices of one in its place, `pdkernels.quantize(wrap(model))` those of a copy.
+- `wrap(model)` prepares any decoder of transformers for `pdkernels.decoding.generate`; `from_transformers(model)`
+  converts one.
+- `quantize_linears_(model)` quantises the matrices of one in its place, `pdkernels.quantize(wrap(model))` those of a
+  copy.
 
 Needs transformers 4.57 or 5.x.
 """

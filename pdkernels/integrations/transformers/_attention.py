@@ -176,7 +176,8 @@ def _records(*tensors: Tensor) -> bool:
 
 
 def _full_tail(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None) -> Tensor:
-    """The last rows of the keys are the queries' own, and all see everything: a canvas after its prefix, of any length."""
+    """The last rows of the keys are the queries' own, and all see everything: a canvas after its prefix, of any
+    length."""
     rows, keys = q.shape[1], k.shape[1]
     lengths = torch.full((q.shape[0],), keys - rows, dtype=torch.int64, device=q.device)
     plan = full_plan(rows, rows, q.device)

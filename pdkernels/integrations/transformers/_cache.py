@@ -29,9 +29,10 @@ ANOTHER = "Use transformers' own cache."
 class PdCache(Cache):  # type: ignore[misc]
     """A KV cache of transformers that is written in place: no step copies cached rows.
 
-    It holds what a `DynamicCache` holds, padding included, in memory that is allocated once. Rows left by a rejected draft are
-    dropped by `crop`, which only changes numbers and takes its argument as `DynamicCache.crop` of the installed transformers does. States of
-    recurrent layers are kept by transformers' own layers; those of convolutions can be cropped after `activate_past_recording`.
+    It holds what a `DynamicCache` holds, padding included, in memory that is allocated once. Rows left by a rejected
+    draft are dropped by `crop`, which only changes numbers and takes its argument as `DynamicCache.crop` of the
+    installed transformers does. States of recurrent layers are kept by transformers' own layers; those of convolutions
+    can be cropped after `activate_past_recording`.
 
     Any attention implementation may read it. "pdkernels" reads pages in place, others get them gathered.
 
@@ -44,9 +45,10 @@ class PdCache(Cache):  # type: ignore[misc]
         dtype, device: of the rows; None: those of the first forward.
 
     Raises:
-        ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch, layers with other heads.
-        NotImplementedError: a model with sliding windows shorter than `capacity`, or with layers that keep something else; in `crop`: one
-            whose recurrent layers cannot go back; offloading.
+        ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch, layers
+            with other heads.
+        NotImplementedError: a model with sliding windows shorter than `capacity`, or with layers that keep something
+            else; in `crop`: one whose recurrent layers cannot go back; offloading.
 
     Example:
         >>> import inspect, torch, transformers
@@ -153,8 +155,9 @@ class PdCache(Cache):  # type: ignore[misc]
         return narrowed(sides[0], widths[0]), narrowed(sides[1], widths[1])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops tokens as `DynamicCache.crop` does: a negative number drops that many. What 0 and a positive number mean depends on the version
-        of transformers: a length in older ones, in newer ones 0 drops none and positive numbers are refused.
+        """Drops tokens as `DynamicCache.crop` does: a negative number drops that many. What 0 and a positive number
+        mean depends on the version of transformers: a length in older ones, in newer ones 0 drops none and positive
+        numbers are refused.
         """
         _crop(self.layers, tokens_to_remove)
 
@@ -280,7 +283,8 @@ class PdBoth(PdLayer, *_STATES):  # type: ignore[misc]
 
 
 def _layers(owner: PdCache, config: Any) -> list[Any]:
-    """The layers of a `DynamicCache`, with ours in the place of those for keys and values. Others keep states of a fixed size, or nothing."""
+    """The layers of a `DynamicCache`, with ours in the place of those for keys and values. Others keep states of a
+    fixed size, or nothing."""
     dynamic = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
     kinds = getattr(config, "layer_types", None) or ()
     recurrent = any(kind in ("conv", "linear_attention", "hybrid") for kind in kinds)
@@ -327,7 +331,8 @@ def _crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
 
 @lru_cache(maxsize=16)
 def _after_crop(length: int, number: int) -> int:
-    """The length after ``crop(number)``. Its meaning has changed in transformers, so a layer of the installed version says it."""
+    """The length after ``crop(number)``. Its meaning has changed in transformers, so a layer of the installed version
+    says it."""
     check(-number <= length, OP, "tokens_to_remove", f"keep some of the {length} cached tokens", number)
     layer = DynamicLayer()
     layer.keys = layer.values = torch.empty(1, 1, 1, 1, device="cpu").expand(1, 1, length, 1)
@@ -350,7 +355,8 @@ def _goes_back(layer: Any) -> bool:
 
 
 def _has_past(layer: Any, back: int, length: int | None) -> bool:
-    """Whether the convolutions of a layer still have the `back` tokens before the ones that they need, or the whole text."""
+    """Whether the convolutions of a layer still have the `back` tokens before the ones that they need, or the whole
+    text."""
     needed = [size + back if length is None else min(size + back, length) for size in layer.conv_kernel_size.values()]
     return layer.record_past and all(state.shape[-1] >= n for state, n in zip(layer.conv_states.values(), needed))
 

@@ -1,5 +1,5 @@
-"""The names that transformers gives to a model's cache, in arguments and outputs: "cache" from 5.24 on; before that "past_key_values", or
-"cache_params" where a model has states alone. Remote code keeps the older ones."""
+"""The names that transformers gives to a model's cache, in arguments and outputs: "cache" from 5.24 on; before that
+"past_key_values", or "cache_params" where a model has states alone. Remote code keeps the older ones."""
 
 from __future__ import annotations
 

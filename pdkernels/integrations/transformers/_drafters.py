@@ -1,4 +1,5 @@
-"""The drafter of a call of `generate`, transformers' `assistant_model` and prompt lookup included, as options of a decoding method."""
+"""The drafter of a call of `generate`, transformers' `assistant_model` and prompt lookup included, as options of a
+decoding method."""
 
 from __future__ import annotations
 

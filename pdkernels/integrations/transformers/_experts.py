@@ -1,4 +1,5 @@
-"""The function of ``experts_implementation="pdkernels"``: experts that are stacks of matrices, each used one read once."""
+"""The function of ``experts_implementation="pdkernels"``: experts that are stacks of matrices, each used one read
+once."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def stacks(module: nn.Module) -> list[str]:
 
 
 def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the outputs of each row's experts, as `pdkernels.models.architectures.experts` computes it."""
+    """The weighted sum of the outputs of each row's experts, as `pdkernels.models.architectures.experts` computes
+    it."""
     first = self.gate_up_proj if self.has_gate else self.up_proj
     packed = isinstance(first, QuantizedWeight) or isinstance(self.down_proj, QuantizedWeight)
     stacked = not self.is_transposed and not getattr(self, "_is_expert_parallel", False)  # 5.23 has it

@@ -56,26 +56,30 @@ def generate(
 ) -> Any:
     """Decodes with one of our methods instead of transformers' token-by-token decoding.
 
-    Call it through transformers: ``model.generate(**inputs, custom_generate=generate)``. Greedy settings give the tokens of
-    transformers. With ``do_sample=True`` texts have the law of transformers' `temperature` and filters, but the random numbers are ours.
-    Every other setting and input of transformers is followed, refused by name, or changes no token. Processors and stopping
-    criteria that have no option of ours run on one row or text at a time, which is slow; they must depend on their arguments alone.
+    Call it through transformers: ``model.generate(**inputs, custom_generate=generate)``. Greedy settings give the
+    tokens of transformers. With ``do_sample=True`` texts have the law of transformers' `temperature` and filters, but
+    the random numbers are ours. Every other setting and input of transformers is followed, refused by name, or changes
+    no token. Processors and stopping criteria that have no option of ours run on one row or text at a time, which is
+    slow; they must depend on their arguments alone.
 
     Args:
-        method: one of `pdkernels.decoding.available()`; None: that of the drafter, or "jacobi" with prompt-lookup drafts, for any model.
-        method_options: options of the method, such as ``{"block_size": 16}``; settings that have no name in transformers, such as `seed`,
-            `presence_penalty` or `logprobs`; `trace`, `overflow` and the `tokenizer`.
-        drafter: for "eagle", "dflash" and "mtp" a head, or the name or folder of one (`pdkernels.models.load_drafter`); for "draft_model" a
-            causal model, of transformers or ours, or the name or path of one (`pdkernels.models.load`). transformers' own
-            `assistant_model` is the same as a drafter for "draft_model".
+        method: one of `pdkernels.decoding.available()`; None: that of the drafter, or "jacobi" with prompt-lookup
+            drafts, for any model.
+        method_options: options of the method, such as ``{"block_size": 16}``; settings that have no name in
+            transformers, such as `seed`, `presence_penalty` or `logprobs`; `trace`, `overflow` and the `tokenizer`.
+        drafter: for "eagle", "dflash" and "mtp" a head, or the name or folder of one (`pdkernels.models.load_drafter`);
+            for "draft_model" a causal model, of transformers or ours, or the name or path of one
+            (`pdkernels.models.load`). transformers' own `assistant_model` is the same as a drafter for "draft_model".
         token_streamer: the same as `streamer`.
-        grammar: a `pdkernels.decoding.Grammar` that the new text belongs to, or one (or None) for each prompt. It needs `tokenizer` in
-            `method_options`, as below.
-        stop_strings: need `tokenizer` in `method_options`, because transformers does not pass its own on. `token_healing` is refused.
+        grammar: a `pdkernels.decoding.Grammar` that the new text belongs to, or one (or None) for each prompt. It needs
+            `tokenizer` in `method_options`, as below.
+        stop_strings: need `tokenizer` in `method_options`, because transformers does not pass its own on.
+            `token_healing` is refused.
 
     Returns:
-        ``(batch, prompt + new)`` int64 ids, padded with the pad token; with ``return_dict_in_generate=True`` an object with
-        `sequences`, `stats` of `pdkernels.decoding.generate`, and if asked its `logprobs`, and `scores` and `logits` as transformers has them.
+        ``(batch, prompt + new)`` int64 ids, padded with the pad token; with ``return_dict_in_generate=True`` an object
+        with `sequences`, `stats` of `pdkernels.decoding.generate`, and if asked its `logprobs`, and `scores` and
+        `logits` as transformers has them.
 
     Raises:
         NotImplementedError: settings, inputs, logits processors or stopping criteria that our methods do not support.
@@ -244,7 +248,8 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _stops(criteria: Any, callers: Any, input_ids: Tensor, real: Tensor) -> dict[str, Any]:
-    """Options for stopping criteria; `callers` are those that transformers did not make. Length and end tokens have options already."""
+    """Options for stopping criteria; `callers` are those that transformers did not make. Length and end tokens have
+    options already."""
     options: dict[str, Any] = {}
     remaining = []
     for item in criteria or ():
@@ -278,8 +283,8 @@ def _sequences(result: DecodeResult[Any, Any], input_ids: Tensor, pad: int) -> T
 def _output(
     result: DecodeResult[Any, Any], sequences: Tensor, config: Any, model: Any, prompts: list[Tensor], hook: PaddedHook
 ) -> Any:
-    """transformers' object, with `scores` and `logits` of every new token if the config asks for them; those of a text that has ended
-    are 0."""
+    """transformers' object, with `scores` and `logits` of every new token if the config asks for them; those of a text
+    that has ended are 0."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
     output = GenerateDecoderOnlyOutput(sequences=sequences)

@@ -9,7 +9,8 @@ from pdkernels._validation import message
 
 
 def without_adapter(op: str, model: Any) -> Any:
-    """The model in a `PeftModel`, whose layers apply the active adapter. Adapters that do more than that are refused."""
+    """The model in a `PeftModel`, whose layers apply the active adapter. Adapters that do more than that are
+    refused."""
     adapters = getattr(model, "peft_config", None)
     for config in adapters.values() if isinstance(adapters, dict) else ():
         kind, remedy = getattr(config.peft_type, "value", config.peft_type), ""

@@ -1,7 +1,8 @@
-"""transformers' lists of logits processors and stopping criteria, as filters, hooks and stops of `pdkernels.decoding.generate`.
+"""transformers' lists of logits processors and stopping criteria, as filters, hooks and stops of
+`pdkernels.decoding.generate`.
 
-A processor that has a filter of ours becomes that. If there are others, all become hooks: they run in the order of the list, each on one
-row, after the padded prompt and the tokens generated before the row, as in transformers' own loop.
+A processor that has a filter of ours becomes that. If there are others, all become hooks: they run in the order of the
+list, each on one row, after the padded prompt and the tokens generated before the row, as in transformers' own loop.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _STATEFUL = {
 
 
 class PaddedHook:
-    """Processors for the rows of a batch: `input_ids` ``(batch, n)`` are its padded prompts, `lengths` those without padding."""
+    """Processors for the rows of a batch: `input_ids` ``(batch, n)`` are its padded prompts, `lengths` those without
+    padding."""
 
     def __init__(self, processors: Sequence[Any], input_ids: Tensor, lengths: Sequence[int]) -> None:
         self.processors, self._ids, self._lengths = processors, input_ids, lengths
@@ -84,7 +86,8 @@ class PaddedCriterion:
 
 
 def split(processors: Iterable[Any], callers: Iterable[Any]) -> tuple[list[Any], bool]:
-    """The processors that become hooks, and whether the warpers are among them: where one of those is not ours, all are.
+    """The processors that become hooks, and whether the warpers are among them: where one of those is not ours, all
+    are.
 
     `callers`: those that the caller of transformers' `generate` passed. Only those that it made itself have options.
     """

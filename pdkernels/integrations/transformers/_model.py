@@ -122,8 +122,8 @@ def run_body(
     states: dict[int, Tensor | None] | None = None,
     scans: States | None = None,
 ) -> Tensor:
-    """The last hidden states of a model whose layers attend by ``step.attend``, and whose recurrent layers take their `scans`;
-    `states` gets the inputs of its keys' layers."""
+    """The last hidden states of a model whose layers attend by ``step.attend``, and whose recurrent layers take their
+    `scans`; `states` gets the inputs of its keys' layers."""
     # A 4-D mask is passed on unchanged; without one transformers would look for packed texts.
     mask = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
     mask.step = step
@@ -154,7 +154,8 @@ class WrappedModel:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether `recompute` leaves the other rows of a cache as they are. Rows of recurrent layers cannot be computed anew."""
+        """Whether `recompute` leaves the other rows of a cache as they are. Rows of recurrent layers cannot be computed
+        anew."""
         return self.config.states is None
 
     @property
@@ -211,7 +212,8 @@ class WrappedModel:
         mask: TilePlan | None = None,
         adapted: bool = False,
     ) -> Tapped:
-        """As `Transformer.tapped`, with plans for masks. What the last layer returns can be tapped where the body has a last `norm`."""
+        """As `Transformer.tapped`, with plans for masks. What the last layer returns can be tapped where the body has a
+        last `norm`."""
         taps = checked_taps("WrappedModel.tapped", taps, self.config.layers, last=hasattr(self, "norm"))
         states: dict[int, Tensor | None] = dict.fromkeys(taps)
         return Tapped.of(self._hidden(tokens, cache, counts, positions, mask, adapted, states), states, taps)
@@ -281,7 +283,8 @@ class WrappedModel:
     def quantized(
         self, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()
     ) -> WrappedModel:
-        """The same model with quantised linear layers, see `pdkernels.quantize`. The model that was wrapped stays as it is."""
+        """The same model with quantised linear layers, see `pdkernels.quantize`. The model that was wrapped stays as it
+        is."""
         copied = quantize_linears_(shadow(self.model), format, group=group, skip=skip)
         config = self.config
         wrapped = wrap(copied, mask_token=self.mask_token, attention=config.attention, predicts=config.predicts)
@@ -315,10 +318,12 @@ class WrappedModel:
 
 
 def register() -> None:
-    """Registers ``attn_implementation="pdkernels"`` and ``experts_implementation="pdkernels"`` with transformers. Idempotent.
+    """Registers ``attn_implementation="pdkernels"`` and ``experts_implementation="pdkernels"`` with transformers.
+    Idempotent.
 
-    Models then attend with `pdkernels.block_sparse_attention` (training, prefill, ``model(..., tile_plan=mask.plan())``) and
-    `pdkernels.speculative_attention` (decoding on any cache of transformers, and on `PdCache`).
+    Models then attend with `pdkernels.block_sparse_attention` (training, prefill, ``model(...,
+    tile_plan=mask.plan())``) and `pdkernels.speculative_attention` (decoding on any cache of transformers, and on
+    `PdCache`).
 
     Example:
         >>> import transformers
@@ -342,28 +347,31 @@ def wrap(
     attention: Literal["causal", "bidirectional"] = "causal",
     predicts: Literal["next", "own"] | None = None,
 ) -> WrappedModel:
-    """A decoder of transformers for `pdkernels.decoding.generate`. No weight is copied, and nothing of the model changes.
+    """A decoder of transformers for `pdkernels.decoding.generate`. No weight is copied, and nothing of the model
+    changes.
 
-    It runs with our attention and caches in evaluation mode, as a second tree of modules with the same weights. New values of
-    weights, ``model.to(...)`` and hooks are followed; after replacing modules or switching adapters, call `wrap` again. A few random
-    tokens are first compared with the model's own forward, and a model whose results differ is refused. That happens once per model
-    and configuration. Prompts of vision-language models are text only.
+    It runs with our attention and caches in evaluation mode, as a second tree of modules with the same weights. New
+    values of weights, ``model.to(...)`` and hooks are followed; after replacing modules or switching adapters, call
+    `wrap` again. A few random tokens are first compared with the model's own forward, and a model whose results differ
+    is refused. That happens once per model and configuration. Prompts of vision-language models are text only.
 
-    Block-causal models that fill masks (LLaDA2) are causal ones whose rows predict their own token: ``wrap(model, mask_token=156895,
-    predicts="own")``, for the method "fast_dllm_v2".
+    Block-causal models that fill masks (LLaDA2) are causal ones whose rows predict their own token: ``wrap(model,
+    mask_token=156895, predicts="own")``, for the method "fast_dllm_v2".
 
     Args:
-        model: with a language model head, whose attention takes its implementation from `AttentionInterface`; remote code, models
-            with PEFT's adapters and compiled ones too.
-        tokenizer: one of transformers, whose chat template then renders messages; or any with ``encode(text)`` and ``decode(ids)``.
+        model: with a language model head, whose attention takes its implementation from `AttentionInterface`; remote
+            code, models with PEFT's adapters and compiled ones too.
+        tokenizer: one of transformers, whose chat template then renders messages; or any with ``encode(text)`` and
+            ``decode(ids)``.
         mask_token: the id that the model was trained to fill in.
         attention: "causal", or "bidirectional" for masked-diffusion models.
         predicts: the token that a row's logits predict; None: "own" for a bidirectional model, else "next".
 
     Raises:
         TypeError: not a decoder of transformers.
-        NotImplementedError: a model that keeps another state than keys and values, whose attention cannot be chosen or is none that the
-            kernels compute, that depends on more than tokens and positions, or whose weights are not in memory.
+        NotImplementedError: a model that keeps another state than keys and values, whose attention cannot be chosen or
+            is none that the kernels compute, that depends on more than tokens and positions, or whose weights are not
+            in memory.
 
     Example:
         >>> import torch, transformers
@@ -457,10 +465,11 @@ def _measured(
 
 
 def from_transformers(model: Any, tokenizer: Any = None) -> Transformer | Hybrid:
-    """The weights of a transformers model in a `pdkernels.models.Transformer` or `Hybrid`, with its dtype and on its device.
+    """The weights of a transformers model in a `pdkernels.models.Transformer` or `Hybrid`, with its dtype and on its
+    device.
 
-    The architectures are those of `pdkernels.models.load`. Matrices that we store fused (q, k and v) are copied, the others
-    shared. The logits of a few random tokens, at early and at late positions, are compared with the model's own.
+    The architectures are those of `pdkernels.models.load`. Matrices that we store fused (q, k and v) are copied, the
+    others shared. The logits of a few random tokens, at early and at late positions, are compared with the model's own.
 
     Raises:
         NotImplementedError: an architecture or a setting that `Transformer` does not compute.

@@ -1,8 +1,8 @@
 """Masks of transformers as tile plans.
 
-transformers calls a mask function once per forward and kind of layer, and passes the result to every layer. Its own code
-reads only the mask's shape, so the mask is a tensor without storage that carries a plan; None means a forward over its own tokens
-that is causal if its layers say so, as for sdpa.
+transformers calls a mask function once per forward and kind of layer, and passes the result to every layer. Its own
+code reads only the mask's shape, so the mask is a tensor without storage that carries a plan; None means a forward over
+its own tokens that is causal if its layers say so, as for sdpa.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class MaskIsPlan(NotImplementedError):
 class PlanMask(Tensor):
     """A bool mask ``(batch, 1, rows, keys)`` without storage.
 
-    With a `plan` it is the mask of the plan. Without one, row i is token ``offset + i`` of a text and attends to all tokens up to
-    itself. With a `step`, the step computes attention in every layer (`WrappedModel`): models pass on a four-dimensional mask even if
-    their layers drop other arguments.
+    With a `plan` it is the mask of the plan. Without one, row i is token ``offset + i`` of a text and attends to all
+    tokens up to itself. With a `step`, the step computes attention in every layer (`WrappedModel`): models pass on a
+    four-dimensional mask even if their layers drop other arguments.
     """
 
     plan: TilePlan | None
@@ -148,7 +148,8 @@ def mask_function(
     device: torch.device | str = "cpu",
     **rest: Any,
 ) -> Tensor | None:
-    """Called by `AttentionMaskInterface`. Padding, windows, packed texts and other rules become a plan; None: what the layer's `is_causal` says, no cache."""
+    """Called by `AttentionMaskInterface`. Padding, windows, packed texts and other rules become a plan; None: what the
+    layer's `is_causal` says, no cache."""
     positions = rest.get("cache_position")
     if positions is not None:
         q_length, q_offset, device = len(positions), positions[0], positions.device

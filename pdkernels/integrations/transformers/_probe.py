@@ -1,7 +1,7 @@
 """Checks that a model of transformers gives the same results with our attention and caches as by itself.
 
-The check runs a few tokens, because a config does not describe everything that a class computes: layers with a state other than
-keys and values, position biases, scaled logits.
+The check runs a few tokens, because a config does not describe everything that a class computes: layers with a state
+other than keys and values, position biases, scaled logits.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def shape_of(
     states: States | None = None,
     scans: str = "",
 ) -> Shape:
-    """Runs one token; refuses layers whose attention is not ours, exactly once each, or whose `states` are not ours: those of `scans`."""
+    """Runs one token; refuses layers whose attention is not ours, exactly once each, or whose `states` are not ours:
+    those of `scans`."""
     seen, token = _Seen(), torch.zeros(1, 1, dtype=torch.int64, device=device)
     cause: Exception | None = None
     try:
@@ -172,7 +173,8 @@ def _sees_all(visible: Callable[..., Tensor], maximum: int, device: torch.device
 
 
 def random_tokens(model: Any, rows: int, columns: int) -> Tensor:
-    """Ids without special meaning for the model's code, the same in every call, without use of torch's own generator."""
+    """Ids without special meaning for the model's code, the same in every call, without use of torch's own
+    generator."""
     special: set[int] = set()
 
     def search(fields: dict[str, Any]) -> None:
@@ -263,8 +265,8 @@ def _step(rows: int, device: torch.device) -> Any:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Of the rows' differences in parts of their spread, the largest; in half precision, where rounding may choose another
-    expert for a row, the median."""
+    """Of the rows' differences in parts of their spread, the largest; in half precision, where rounding may choose
+    another expert for a row, the median."""
     half = ours.dtype in _BUDGETS
     ours, theirs = ours.double(), theirs.double()
     spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
@@ -286,7 +288,8 @@ if hasattr(os, "register_at_fork"):  # another thread may hold it
 
 
 def remembered(model: Any, *settings: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Reads and keeps what was found about this model as it is now: its modules, hooks, configuration, dtype and place."""
+    """Reads and keeps what was found about this model as it is now: its modules, hooks, configuration, dtype and
+    place."""
     modules = tuple((type(module), len(module._forward_hooks), "forward" in vars(module)) for module in model.modules())
     config = json.dumps(model.config.to_dict(), default=repr, sort_keys=True)
     key = (*settings, config, hash(modules), model.dtype, model.device)

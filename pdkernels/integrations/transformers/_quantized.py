@@ -58,20 +58,22 @@ def quantize_linears_(
 ) -> Model:
     """Puts a `QuantizedLinear` in the place of every `torch.nn.Linear` of a model, whose numbers are then free.
 
-    Experts that transformers holds as stacks of matrices are packed too, and run with ``experts_implementation="pdkernels"``; stacks
-    of transposed matrices, such as those of gpt-oss, routers and the embedding stay numbers. The model is for inference: run it
-    under ``torch.no_grad()``.
+    Experts that transformers holds as stacks of matrices are packed too, and run with
+    ``experts_implementation="pdkernels"``; stacks of transposed matrices, such as those of gpt-oss, routers and the
+    embedding stay numbers. The model is for inference: run it under ``torch.no_grad()``.
 
     Args:
         model: of transformers, or any other.
         format, group: as in `pdkernels.quantize`.
-        skip: the last parts of the names of modules to leave as they are, such as "lm_head", "mlp.down_proj" or "mlp.experts".
+        skip: the last parts of the names of modules to leave as they are, such as "lm_head", "mlp.down_proj" or
+            "mlp.experts".
 
     Returns:
         The model.
 
     Raises:
-        ValueError: as `pdkernels.quantize`; a name in `skip` that no such layer has; no linear layer. The model is then unchanged.
+        ValueError: as `pdkernels.quantize`; a name in `skip` that no such layer has; no linear layer. The model is then
+            unchanged.
 
     Example:
         >>> import torch, transformers

@@ -1,7 +1,8 @@
 """DiffusionGemma's sampler on our kernels: uniform diffusion with an entropy budget.
 
 Source: the sampler in transformers for it; the plain form is reference/renoise.py. One pass over the logits of a step
-gives the draw, the entropy and the likeliest token of every position; a row's tokens do not depend on the other rows of its batch.
+gives the draw, the entropy and the likeliest token of every position; a row's tokens do not depend on the other rows of
+its batch.
 """
 
 from __future__ import annotations
@@ -80,11 +81,12 @@ def renoise(
 ) -> RenoiseResult:
     """Generates with a DiffusionGemma of transformers, canvas by canvas, with our attention.
 
-    A canvas begins as uniform noise. Each step samples a token for every position from the tempered logits. In ascending order of
-    entropy it accepts positions as long as the entropies of the earlier ones add up to at most `entropy_bound`; all others become
-    fresh noise. Nothing is committed. A canvas ends when its most probable tokens have been the same for `stability_threshold`
-    steps and its mean entropy is below `confidence_threshold`, or after `max_denoising_steps`; these tokens are the answer.
-    Options have the names of transformers' generation config and default to the model's values, then to those of transformers.
+    A canvas begins as uniform noise. Each step samples a token for every position from the tempered logits. In
+    ascending order of entropy it accepts positions as long as the entropies of the earlier ones add up to at most
+    `entropy_bound`; all others become fresh noise. Nothing is committed. A canvas ends when its most probable tokens
+    have been the same for `stability_threshold` steps and its mean entropy is below `confidence_threshold`, or after
+    `max_denoising_steps`; these tokens are the answer. Options have the names of transformers' generation config and
+    default to the model's values, then to those of transformers.
 
     Args:
         model: a ``DiffusionGemmaForBlockDiffusion``. Its `attn_implementation` becomes "pdkernels".
@@ -96,7 +98,8 @@ def renoise(
         t_min, t_max: temperature with n steps to go: ``t_min + (t_max - t_min) n / N``; 0 < t_min < t_max.
         stability_threshold: in steps; 0: no such test.
         confidence_threshold: in nats, above 0.
-        seed: of sampling; an int, from which each sequence derives its own stream, or a list with one seed per sequence.
+        seed: of sampling; an int, from which each sequence derives its own stream, or a list with one seed per
+            sequence.
         draws: random numbers to use instead of ours, in the order in which transformers draws them.
 
     Raises:
@@ -194,7 +197,8 @@ def _settings(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Numbers:
-    """Random numbers of each sequence, keyed by seed, step and position: the same alone, in a batch and on every device."""
+    """Random numbers of each sequence, keyed by seed, step and position: the same alone, in a batch and on every
+    device."""
 
     def __init__(self, seeds: Tensor, vocabulary: int) -> None:
         self.seeds, self.vocabulary = seeds[:, None], vocabulary
@@ -215,7 +219,8 @@ class _Canvas:
     def denoise(
         self, model: Any, caches: dict[str, Any], visible: Tensor, finished: Tensor, forwards: Tensor
     ) -> Tensor:
-        """The answers ``(batch, size)``; `caches` is the cache by its argument's name, and `forwards` is incremented for those that are neither done nor `finished`."""
+        """The answers ``(batch, size)``; `caches` is the cache by its argument's name, and `forwards` is incremented
+        for those that are neither done nor `finished`."""
         options, batch = self.options, len(visible)
         canvas: Tensor = self.draws.noise(batch, self.size)
         mask = None if bool(visible.all()) else torch.cat([visible, visible.new_ones(batch, self.size)], 1)

@@ -1,4 +1,5 @@
-"""Rows of a cache as attention functions take them: gathered from pages only if they are read, and padded to the width of our kernels."""
+"""Rows of a cache as attention functions take them: gathered from pages only if they are read, and padded to the width
+of our kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ WHOLE = "_pdkernels_whole"
 
 
 class Pages(NamedTuple):
-    """The rows of one layer of a paged cache: `first` of them in pages, and the new ones ``(batch, rows, kv_heads, head_dim)`` as well."""
+    """The rows of one layer of a paged cache: `first` of them in pages, and the new ones ``(batch, rows, kv_heads,
+    head_dim)`` as well."""
 
     k: Tensor
     v: Tensor

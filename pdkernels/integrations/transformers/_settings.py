@@ -1,7 +1,8 @@
-"""The treatment of each setting of transformers by `generate`: a table for `GenerationConfig`, `generate` and model inputs.
+"""The treatment of each setting of transformers by `generate`: a table for `GenerationConfig`, `generate` and model
+inputs.
 
-transformers prepares some settings and drops others before it calls a custom `generate`. A setting is followed, refused by name, or
-listed here with the reason why it changes nothing.
+transformers prepares some settings and drops others before it calls a custom `generate`. A setting is followed, refused
+by name, or listed here with the reason why it changes nothing.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ INPUTS: dict[str, Rule] = {
 
 
 def caller(model: Any) -> Mapping[str, Any]:
-    """The variables of the `generate` of transformers that called us, which passes on neither streamers nor assistants."""
+    """The variables of the `generate` of transformers that called us, which passes on neither streamers nor
+    assistants."""
     from transformers import GenerationMixin
 
     code = inspect.unwrap(GenerationMixin.generate).__code__

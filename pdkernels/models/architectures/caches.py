@@ -31,8 +31,8 @@ def new_cache(
 ) -> ContiguousKVCache | PagedKVCache:
     """For `batch` sequences of up to `capacity` tokens, one slot per layer or `slots`, on the model's device.
 
-    `dtype` is the model's or int8; None: that of the model's `cache_dtype`, if it has one, else its own. With a `pool`, the cache is on its
-    pages, and has its dtype.
+    `dtype` is the model's or int8; None: that of the model's `cache_dtype`, if it has one, else its own. With a `pool`,
+    the cache is on its pages, and has its dtype.
     """
     op, config = f"{type(model).__name__}.new_cache", model.config
     layers = config.layers if slots is None else slots

@@ -30,7 +30,8 @@ class CallableConfig:
 
     @property
     def attention(self) -> Literal["bidirectional", "either"]:
-        """Models whose rows predict their own token are bidirectional. If rows predict the next token, only the caller knows."""
+        """Models whose rows predict their own token are bidirectional. If rows predict the next token, only the caller
+        knows."""
         return "bidirectional" if self.predicts == "own" else "either"
 
 
@@ -103,7 +104,8 @@ class CallableModel:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """Rows that predict their own token see the whole text. If rows predict the next token, only the caller knows."""
+        """Rows that predict their own token see the whole text. If rows predict the next token, only the caller
+        knows."""
         predicts_own = self.config.predicts == "own"
         return frozenset(("bidirectional", "own_prediction") if predicts_own else ("causal", "bidirectional"))
 
@@ -125,7 +127,8 @@ class CallableModel:
     def recompute(
         self, tokens: Tensor, cache: TokenCache, starts: Tensor, *, counts: Tensor | None = None, visible: Tensor
     ) -> Tensor:
-        """Logits of whole texts. Texts of different lengths run one length at a time, because rows see their whole text."""
+        """Logits of whole texts. Texts of different lengths run one length at a time, because rows see their whole
+        text."""
         if counts is None:
             return self._run(tokens)
         lengths = [min(length, tokens.shape[1]) for length in cache.shown(visible)]
@@ -173,24 +176,25 @@ def from_callable(
 ) -> CallableModel:
     """A model from a function of whole texts, for `generate` with every method that needs no KV cache.
 
-    These are `autoregressive` and `jacobi` if `f` is causal and predicts the next token, and `llada`, `dream`, `slowfast` and
-    ``fast_dllm(cache="none")`` if it fills in masks. Every forward runs `f` over the full texts.
+    These are `autoregressive` and `jacobi` if `f` is causal and predicts the next token, and `llada`, `dream`,
+    `slowfast` and ``fast_dllm(cache="none")`` if it fills in masks. Every forward runs `f` over the full texts.
 
     Args:
-        f: ``f(tokens) -> logits``: int64 ``(batch, T)`` to ``(batch, T, vocab_size)``, or to an object with such `.logits`. A
-            module, a function, a model of another library.
+        f: ``f(tokens) -> logits``: int64 ``(batch, T)`` to ``(batch, T, vocab_size)``, or to an object with such
+            `.logits`. A module, a function, a model of another library.
         vocab_size: entries in a row of logits.
         mask_token: the id that `f` was trained to fill in.
-        predicts: which token the logits of row i predict: "own", i itself, or "next", i + 1. None: "own" with a mask token,
-            "next" without one.
+        predicts: which token the logits of row i predict: "own", i itself, or "next", i + 1. None: "own" with a mask
+            token, "next" without one.
         end_tokens: ids that end a text.
         tokenizer: for text as prompts and results.
         max_positions: the longest text that `f` takes.
         device: device of the tokens. None: that of the parameters of `f`, or the CPU.
         dtype: the dtype of the computation, which matters only for fp64. None: that of its parameters, or fp32.
 
-    With "own" the causal methods are refused. With "next" the caller has to choose a method that fits: causality is not checked.
-    In a batch of texts of different lengths, a method that fills masks calls `f` once per length, because `f` takes no padding mask.
+    With "own" the causal methods are refused. With "next" the caller has to choose a method that fits: causality is not
+    checked. In a batch of texts of different lengths, a method that fills masks calls `f` once per length, because `f`
+    takes no padding mask.
 
     Raises:
         ValueError, TypeError: arguments; at the first forward, logits of another shape or device.

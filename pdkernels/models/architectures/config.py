@@ -28,8 +28,9 @@ def _check_numbers(op: str, config: TransformerConfig | RecurrentDepthConfig) ->
 class ExpertsConfig:
     """A mixture of experts in place of the MLP of a layer: SwiGLUs, of which a router chooses some for every row.
 
-    A row's weights are the softmax of the router's logits, of the `per_token` experts with the largest. Or the logits become scores
-    between 0 and 1 each (LLaDA2): then a bias may be added for the choice, which may be of the experts of a few groups.
+    A row's weights are the softmax of the router's logits, of the `per_token` experts with the largest. Or the logits
+    become scores between 0 and 1 each (LLaDA2): then a bias may be added for the choice, which may be of the experts of
+    a few groups.
 
     >>> ExpertsConfig(count=8, per_token=2, intermediate_size=16).normalized
     True
@@ -52,7 +53,8 @@ class ExpertsConfig:
     biased: bool = False
     """Whether a bias is added to the scores for the choice of experts, not for their weights."""
     groups: int = 1
-    """Groups of consecutive experts. A row's experts are of `chosen_groups` of them, those whose two largest scores have the largest sum."""
+    """Groups of consecutive experts. A row's experts are of `chosen_groups` of them, those whose two largest scores
+    have the largest sum."""
     chosen_groups: int = 1
     scale: float = 1.0
     """Factor of the weights."""
@@ -128,7 +130,8 @@ class TransformerConfig:
     mlp_bias: bool = False
     """Biases of the MLP's three matrices."""
     qk_norm: bool = False
-    """An RMS norm over each head of q and k before RoPE, with one weight for all heads of q and one for those of k (Qwen3)."""
+    """An RMS norm over each head of q and k before RoPE, with one weight for all heads of q and one for those of k
+    (Qwen3)."""
     whole_qk_norm: bool = False
     """With `qk_norm`: over all heads together, with a weight for each component (OLMoE)."""
     tied_head: bool = True
@@ -137,7 +140,8 @@ class TransformerConfig:
     predicts: Literal["next", "own"] = "next"
     """The token that the logits of row i predict: i + 1, or i itself, which is then a mask."""
     max_positions: int = 2048
-    """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
+    """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes
+    them."""
     experts: ExpertsConfig | None = None
     """None: every layer has an MLP of `intermediate_size`."""
 
@@ -231,7 +235,8 @@ class RecurrentDepthConfig:
     rope_theta: float = 50000.0
     norm_eps: float = 1e-6
     max_positions: int = 4096
-    """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
+    """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes
+    them."""
 
     def __post_init__(self) -> None:
         op = "RecurrentDepthConfig"

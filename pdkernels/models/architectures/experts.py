@@ -104,8 +104,8 @@ def mixture(
 ) -> torch.Tensor:
     """The weighted sum of the outputs of the experts `ids` `(rows, per_token)` for the rows of `x` `(rows, hidden)`.
 
-    Rows are sorted by expert on the device. A row's experts are added up in the order of `ids`, so that its sum has the same bits in
-    any batch.
+    Rows are sorted by expert on the device. A row's experts are added up in the order of `ids`, so that its sum has the
+    same bits in any batch.
     """
     order, ends = sorted_by_expert(ids, len(gate_up))
     inner = gated(grouped_linear(x[order // ids.shape[1]], gate_up, ends))

@@ -1,13 +1,13 @@
 """A canvas with a feature cache: most steps of a masked-diffusion model recompute only a few rows and reuse the others.
 
-Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
-form is reference/dllm_cache.py. State that the released code stores but never reads is left out:
+Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The
+plain form is reference/dllm_cache.py. State that the released code stores but never reads is left out:
 
-- For a prompt only K and V are cached; its residual stream is recomputed when needed. Models whose rows predict the next token
-  need its last row in every step. For that row the cache keeps what the layers after the first add to it.
+- For a prompt only K and V are cached; its residual stream is recomputed when needed. Models whose rows predict the
+  next token need its last row in every step. For that row the cache keeps what the layers after the first add to it.
 - K is cached after the rotation, because a row never moves.
-- The first layer is computed for all new rows in every step, as in the current revision. For the prompt it would give the same
-  K and V again.
+- The first layer is computed for all new rows in every step, as in the current revision. For the prompt it would give
+  the same K and V again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class SomeHeads(Protocol):
     """A model that holds only some of the heads."""
 
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
-        """Keys or values ``(..., own KV heads, head_dim)`` combined with those of the others: ``(..., all KV heads, head_dim)``."""
+        """Keys or values ``(..., own KV heads, head_dim)`` combined with those of the others: ``(..., all KV heads,
+        head_dim)``."""
         ...
 
 
@@ -61,9 +62,9 @@ class FeatureCache:
 
     A canvas is a prompt and the `generated` positions after it. Steps count from 1, for all sequences of the batch
     together. Step s computes the prompt if ``(s - 1) % prompt_interval == 0``, and the new rows if
-    ``(s - 1) % gen_interval == 0``, so step 1 computes everything. In other steps each layer after the first recomputes only the
-    share `transfer_ratio` of the new rows whose values V have changed most; the other rows add their cached outputs to the
-    residual stream.
+    ``(s - 1) % gen_interval == 0``, so step 1 computes everything. In other steps each layer after the first recomputes
+    only the share `transfer_ratio` of the new rows whose values V have changed most; the other rows add their cached
+    outputs to the residual stream.
 
     Args:
         model: bidirectional.
@@ -71,10 +72,10 @@ class FeatureCache:
         prompt_capacity: tokens of the longest prompt.
         generated: positions after each prompt.
         prompt_interval, gen_interval: steps from one refresh to the next (the paper's K_p and K_r).
-        transfer_ratio: share of the new rows that a step between two refreshes recomputes (rho), 0 .. 1, rounded down; with 0
-            the values are not compared at all.
-        baseline: "last" compares values with those of the last step, as published; "recomputed" compares them with those of the
-            step that last recomputed the row, which are then also the values that other rows attend to.
+        transfer_ratio: share of the new rows that a step between two refreshes recomputes (rho), 0 .. 1, rounded down;
+            with 0 the values are not compared at all.
+        baseline: "last" compares values with those of the last step, as published; "recomputed" compares them with
+            those of the step that last recomputed the row, which are then also the values that other rows attend to.
         page_size: rows per page of the KV cache; None keeps it contiguous.
 
     Attributes:
@@ -161,12 +162,14 @@ class FeatureCache:
             tokens: ``(batch, L)`` int32 or int64, the prompts with their new positions; any ids past those
                 are ignored.
             prompt_lengths: ``(batch,)`` int32 or int64, 1 .. `prompt_capacity`, the same in all steps.
-            visible: ``(batch,)`` int32 or int64: the length to which each canvas is cut, between the ends of the prompt and of
-                    the canvas. Rows past the cut keep their cached features until a later step recomputes them; their hidden states
-                    are meaningless. None: no cut. The first step must not cut.
+            visible: ``(batch,)`` int32 or int64: the length to which each canvas is cut, between the ends of the prompt
+                and of
+                    the canvas. Rows past the cut keep their cached features until a later step recomputes them; their
+                    hidden states are meaningless. None: no cut. The first step must not cut.
 
         Returns:
-            ``(batch, generated, hidden_size)`` for `Transformer.logits`: row j predicts position ``prompt_lengths + j``.
+            ``(batch, generated, hidden_size)`` for `Transformer.logits`: row j predicts position ``prompt_lengths +
+            j``.
 
         Raises:
             ValueError, TypeError: arguments; values only on the CPU.
@@ -241,7 +244,8 @@ class FeatureCache:
         return self._gather(x, step.prompt_lengths[:, None] - self._shift + self._new_rows)
 
     def _some(self, step: _Step, prompt_due: bool, new_due: bool) -> torch.Tensor:
-        """Computes all new rows or those that changed. Of the prompt it computes all rows when due, or the last in the first layer."""
+        """Computes all new rows or those that changed. Of the prompt it computes all rows when due, or the last in the
+        first layer."""
         model, lengths = self._model, step.prompt_lengths[:, None]
         new = model.embed(step.tokens.gather(1, lengths + self._new_rows))
         old, slots = None, lengths - 1
@@ -297,7 +301,8 @@ class FeatureCache:
         return self._add(new, self._feed_forward[index], update, chosen), old
 
     def _moved_(self, v: torch.Tensor, layer: int, step: _Step) -> torch.Tensor | None:
-        """Indices of the rows whose values differ most from the cached ones, which are replaced by `v`; None: no row."""
+        """Indices of the rows whose values differ most from the cached ones, which are replaced by `v`; None: no
+        row."""
         max_selected = int(self._generated * self._ratio)
         quota = None if step.counts is None else (step.counts.double() * self._ratio).long()
         starts, fresh, cached, table, update = (

@@ -1,7 +1,7 @@
 """The matrix products of a model and the ops between them.
 
-Inference runs each as one op. The ops have no gradient and no fp64, so training and fp64 checks use plain PyTorch. Rows are
-independent in all of them: a row gets the same bits alone and in a batch.
+Inference runs each as one op. The ops have no gradient and no fp64, so training and fp64 checks use plain PyTorch. Rows
+are independent in all of them: a row gets the same bits alone and in a batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, ends: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x[r] @ weight[g]^T + bias[g]`` for the rows r of each expert g, which end at `ends`. Without the op the host reads these."""
+    """``x[r] @ weight[g]^T + bias[g]`` for the rows r of each expert g, which end at `ends`. Without the op the host
+    reads these."""
     if isinstance(weight, QuantizedWeight):
         return quantized_grouped_linear(x, weight, ends, bias)
     if enabled(x):
@@ -91,8 +92,8 @@ def add_norm(
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, next_weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``y = rms_norm(x + residual) * weight``, the sum itself without a weight, and ``rms_norm(y) * next_weight`` with a next
-    weight."""
+    """``y = rms_norm(x + residual) * weight``, the sum itself without a weight, and ``rms_norm(y) * next_weight`` with
+    a next weight."""
     if enabled(x):
         return add_rms_norm(x, residual, weight, next_weight=next_weight, eps=eps)
     y = x + residual if weight is None else rms_norm(x + residual, weight, eps)

@@ -71,9 +71,11 @@ class HybridConfig(TransformerConfig):
     centred_norms: bool = False
     """Norms multiply by 1 plus their weight (Qwen3.5)."""
     tiled_values: bool = False
-    """Value head h reads key head ``h % key_heads``, as in GGUF files; otherwise those of a key head are side by side."""
+    """Value head h reads key head ``h % key_heads``, as in GGUF files; otherwise those of a key head are side by
+    side."""
     plain_decay: bool = False
-    """The parameter `decay` is the factor of the softplus, as in GGUF files; otherwise the logarithm of its negative."""
+    """The parameter `decay` is the factor of the softplus, as in GGUF files; otherwise the logarithm of its
+    negative."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +166,8 @@ class Rows:
 
 
 class HybridLayer(nn.Module):
-    """A mixer and a SwiGLU MLP, each with a norm before and a residual around it. The layer holds its parameters directly."""
+    """A mixer and a SwiGLU MLP, each with a norm before and a residual around it. The layer holds its parameters
+    directly."""
 
     mixer_norm: nn.Parameter
     mlp_norm: nn.Parameter
@@ -239,7 +242,8 @@ def norm(x: Tensor, weight: Tensor, config: HybridConfig) -> Tensor:
 
 
 def _followed(mask: TilePlan, positions: Tensor | None) -> list[int]:
-    """The row that each row of a text follows: of those that it sees, the one at the position before its own. -1: none."""
+    """The row that each row of a text follows: of those that it sees, the one at the position before its own. -1:
+    none."""
     single = mask.batch is None and (positions is None or positions.dim() == 1 or len(positions) == 1)
     check(
         single, "Hybrid", "mask", "be one plan for all samples, at the same positions, without a cache", "stacked ones"
@@ -274,7 +278,8 @@ def _shapes(config: HybridConfig, mixer: Mixer) -> dict[str, tuple[int, ...]]:
 class Hybrid(nn.Module):
     """A decoder-only language model with attention in some layers and recurrent states in others.
 
-    The attributes are those of a `Transformer`, and so are the arguments of a forward. A forward with gradients has no cache.
+    The attributes are those of a `Transformer`, and so are the arguments of a forward. A forward with gradients has no
+    cache.
 
     >>> config = HybridConfig(vocab_size=11, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate_size=48,
     ...                       mixers=("delta", "attention"), key_heads=2, value_heads=4, key_dim=8, value_dim=8)
@@ -329,7 +334,8 @@ class Hybrid(nn.Module):
 
     @torch.no_grad()
     def initialize_(self) -> None:
-        """Weights from N(0, 0.02^2), smaller where they write to the residual stream; decays between 0.3 and 0.999 a token."""
+        """Weights from N(0, 0.02^2), smaller where they write to the residual stream; decays between 0.3 and 0.999 a
+        token."""
         neutral = 0.0 if self.config.centred_norms else 1.0
         for name, parameter in self.named_parameters():
             if name.endswith("conv"):
@@ -414,8 +420,8 @@ class Hybrid(nn.Module):
     ) -> Tensor:
         """As `Transformer.forward`, with plans for masks.
 
-        On a cache, a row of a recurrent layer follows the last earlier row that it sees; without one, the row that it sees at the
-        position before its own."""
+        On a cache, a row of a recurrent layer follows the last earlier row that it sees; without one, the row that it
+        sees at the position before its own."""
         x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
         x = x if rows is None else select_rows("Hybrid", x, rows)
         if cache is None:

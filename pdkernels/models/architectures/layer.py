@@ -21,9 +21,9 @@ Matrix: TypeAlias = nn.Parameter | QuantizedWeight
 class Layer(nn.Module):
     """Attention and SwiGLU, each with a norm before and a residual around it.
 
-    Projections of the same input are one matrix. The layer holds its parameters directly, because calls of submodules take a
-    noticeable share of a small model's step. `adapted` is a factor of the adapter's output that broadcasts to `x`, None if no
-    row uses the adapter.
+    Projections of the same input are one matrix. The layer holds its parameters directly, because calls of submodules
+    take a noticeable share of a small model's step. `adapted` is a factor of the adapter's output that broadcasts to
+    `x`, None if no row uses the adapter.
     """
 
     qkv: Matrix
@@ -76,9 +76,9 @@ class Layer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual and the output of the MLP, which the next layer adds up.
 
-        `added` is the MLP's output of the previous layer, which is still to be added to `x`, None for the first layer; `attend`
-        maps the output of `project` to the input of `project_out`. A layer reads only its own parameters, because FSDP holds
-        them only while it runs.
+        `added` is the MLP's output of the previous layer, which is still to be added to `x`, None for the first layer;
+        `attend` maps the output of `project` to the input of `project_out`. A layer reads only its own parameters,
+        because FSDP holds them only while it runs.
         """
         if added is None:
             normed = self.normed(x)
@@ -118,7 +118,8 @@ class Layer(nn.Module):
         return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)
 
     def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
-        """The output projection of attention, of `mixed` `(batch, rows, heads, head_dim)`, which is added to the residual."""
+        """The output projection of attention, of `mixed` `(batch, rows, heads, head_dim)`, which is added to the
+        residual."""
         mixed = mixed.flatten(-2)
         out = linear(mixed, self.output, self.output_bias)
         if adapted is None:

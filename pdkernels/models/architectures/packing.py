@@ -44,7 +44,8 @@ def quantized_state(
     *,
     matrices: tuple[str, ...] = MATRICES,
 ) -> dict[str, Stated]:
-    """The parameters of a `Transformer` or a drafter, its `matrices` quantised but for those to `skip`; what stays is shared."""
+    """The parameters of a `Transformer` or a drafter, its `matrices` quantised but for those to `skip`; what stays is
+    shared."""
     skip = (skip,) if isinstance(skip, str) else skip
     for name in skip:
         remedy = did_you_mean(str(name), matrices)

@@ -1,8 +1,8 @@
 """Rows that are recomputed in a cache: their slots, and the attention over the updated cache.
 
-A masked-diffusion model revises rows anywhere in a text, and each row attends to the whole text. So K and V are stored first, and
-attention reads only the cache: `speculative_attention` with a plan without new tokens. Inputs that no kernel supports (fp64,
-head dimensions that are not a multiple of 8 in 16 .. 512) use PyTorch's attention under a dense mask.
+A masked-diffusion model revises rows anywhere in a text, and each row attends to the whole text. So K and V are stored
+first, and attention reads only the cache: `speculative_attention` with a plan without new tokens. Inputs that no kernel
+supports (fp64, head dimensions that are not a multiple of 8 in 16 .. 512) use PyTorch's attention under a dense mask.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RecomputedRows(NamedTuple):
     style: RopeStyle
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """Stores K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attends; q's shape."""
+        """Stores K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attends; q's
+        shape."""
         kv_heads = self.cache.kv_heads
         sizes = (qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads)
         if self.cache.dtype == torch.int8:

@@ -2,12 +2,13 @@
 
     e = prelude(tokens);  state = random;  state = core(state, e), repeatedly;  logits = coda(state)
 
-The KV cache has one slot per layer, however often the core runs: every recurrence overwrites the same rows after the cached
-prefix, and those of the last recurrence stay if they are committed. Later tokens therefore attend to the K and V of the last
-recurrence in all of their own recurrences, while tokens of one forward attend to each other recurrence by recurrence. With more
-than one recurrence, splitting a text into two forwards changes its logits.
+The KV cache has one slot per layer, however often the core runs: every recurrence overwrites the same rows after the
+cached prefix, and those of the last recurrence stay if they are committed. Later tokens therefore attend to the K and V
+of the last recurrence in all of their own recurrences, while tokens of one forward attend to each other recurrence by
+recurrence. With more than one recurrence, splitting a text into two forwards changes its logits.
 
-Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 3 (Huginn-0125).
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 3
+(Huginn-0125).
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ if TYPE_CHECKING:
 __all__ = ["STATE_STD", "RecurrentDepth", "RecurrentDepthConfig"]
 
 STATE_STD = math.sqrt(0.4)
-"""Standard deviation of initial states, before the truncation at three of them: that of the weights, sqrt(2 / (5 E)), times
-sqrt(E)."""
+"""Standard deviation of initial states, before the truncation at three of them: that of the weights, sqrt(2 / (5 E)),
+times sqrt(E)."""
 
 
 class RecurrentDepth(nn.Module):
-    """A recurrent-depth language model on our KV caches. A forward runs the whole model; decoders and training call its parts.
+    """A recurrent-depth language model on our KV caches. A forward runs the whole model; decoders and training call its
+    parts.
 
-    `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text. Parameters may be fp64, fp32, bf16
-    or fp16 (`model.to(dtype)`). The language model head is the embedding.
+    `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text. Parameters may be
+    fp64, fp32, bf16 or fp16 (`model.to(dtype)`). The language model head is the embedding.
 
     >>> config = RecurrentDepthConfig(vocab_size=11, hidden_size=16, heads=2, head_dim=8, intermediate_size=24, prelude_layers=1,
     ...                               core_layers=1, coda_layers=1, mean_recurrence=4)
@@ -100,8 +102,8 @@ class RecurrentDepth(nn.Module):
 
     @torch.no_grad()
     def initialize_(self) -> None:
-        """Initialises weights with a truncated N(0, 2 / (5 E)). Projections into the residual stream are smaller, by the unrolled
-        depth."""
+        """Initialises weights with a truncated N(0, 2 / (5 E)). Projections into the residual stream are smaller, by
+        the unrolled depth."""
         config = self.config
         std = math.sqrt(2 / (5 * config.hidden_size))
         depth = config.prelude_layers + config.mean_recurrence * config.core_layers + config.coda_layers
@@ -136,10 +138,12 @@ class RecurrentDepth(nn.Module):
         page_size: int = 16,
         kept: int = 1,
     ) -> Cache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens, with one slot per layer for any number of recurrences.
+        """An empty cache for `batch` sequences of up to `capacity` tokens, with one slot per layer for any number of
+        recurrences.
 
-        A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. With `kept` above 1, the core's layers
-        have `kept` slots each: recurrence t writes and reads slot ``t % kept`` (`ForwardContext.recurrence`).
+        A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. With `kept` above 1, the
+        core's layers have `kept` slots each: recurrence t writes and reads slot ``t % kept``
+        (`ForwardContext.recurrence`).
         """
         return new_cache(
             self, batch, capacity, kind, page_size, self.config.layers + (kept - 1) * self.config.core_layers
@@ -158,14 +162,15 @@ class RecurrentDepth(nn.Module):
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64, after `recurrences` of the core.
 
-        With a cache, row i of sequence b is at position `cache.lengths[b] + i`. Its K and V are appended there, and it attends to the
-        prefix and to the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay. A forward has no
-        autograd graph; training calls the parts.
+        With a cache, row i of sequence b is at position `cache.lengths[b] + i`. Its K and V are appended there, and it
+        attends to the prefix and to the rows up to itself. Lengths do not change: `cache.commit_` decides which rows
+        stay. A forward has no autograd graph; training calls the parts.
 
         Args:
-            counts: `(batch,)` rows of each sequence. The others are padding, which is not stored and whose logits are meaningless.
-            rows: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: indices for all sequences
-                (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
+            counts: `(batch,)` rows of each sequence. The others are padding, which is not stored and whose logits are
+                meaningless.
+            rows: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: indices for all
+                sequences (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
             recurrences: None: `config.mean_recurrence`.
             seed: of the initial states, which depend on positions, not on the rest of the forward; a `(batch,)` tensor
                 has one for each sequence.
@@ -201,7 +206,8 @@ class RecurrentDepth(nn.Module):
     def begin(
         self, embedding: torch.Tensor, context: ForwardContext, seed: int | torch.Tensor = 0, init_scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs of the recurrences: initial states of all rows, which depend on their positions, and the embedding's term.
+        """The inputs of the recurrences: initial states of all rows, which depend on their positions, and the
+        embedding's term.
 
         Both are `(batch, T, hidden_size)`; the state has no graph, the term does.
         """
@@ -225,10 +231,11 @@ class RecurrentDepth(nn.Module):
         return injected[..., :hidden], self.embedding_term(embedding)
 
     def context(self, rows: int, cache: Cache | None = None, counts: torch.Tensor | None = None) -> ForwardContext:
-        """The context of `rows` new tokens of each sequence: after `cache.lengths`, or at 0 without a cache; always causal.
+        """The context of `rows` new tokens of each sequence: after `cache.lengths`, or at 0 without a cache; always
+        causal.
 
-        `counts` `(batch,)`: rows i >= counts[b] are padding, which is not stored. Nothing is committed: the caller moves the lengths
-        by `cache.commit_` or `pdkernels.recurrence_advance_`.
+        `counts` `(batch,)`: rows i >= counts[b] are padding, which is not stored. Nothing is committed: the caller
+        moves the lengths by `cache.commit_` or `pdkernels.recurrence_advance_`.
         """
         op = "RecurrentDepth.context"
         check(rows >= 1, op, "rows", "be at least 1", rows)
@@ -259,7 +266,8 @@ class RecurrentDepth(nn.Module):
         return self._run(self.prelude_layers, x, context, 0)
 
     def embedding_term(self, embedding: torch.Tensor) -> torch.Tensor:
-        """The part of the core's input that comes from e, equal in all recurrences: ``e @ W_e^T``, `(batch, T, hidden_size)`."""
+        """The part of the core's input that comes from e, equal in all recurrences: ``e @ W_e^T``, `(batch, T,
+        hidden_size)`."""
         return linear(embedding, self.adapter[:, self.config.hidden_size :])
 
     def core(self, state: torch.Tensor, term: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -270,7 +278,8 @@ class RecurrentDepth(nn.Module):
     def core_parts(
         self, state: torch.Tensor, term: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A recurrence up to its last norm: ``core(...) == rms_norm(x + residual) * exit_weight`` for the two it returns."""
+        """A recurrence up to its last norm: ``core(...) == rms_norm(x + residual) * exit_weight`` for the two it
+        returns."""
         hidden = self.config.hidden_size
         x = add_linear(term, state, self.adapter[:, :hidden])
         slot = self.config.prelude_layers + context.recurrence % self._kept(context) * self.config.core_layers

@@ -17,7 +17,8 @@ from pdkernels.ops.transformer_ops import apply_rope_append_
 
 
 class ForwardContext(NamedTuple):
-    """Positions and visibility of the rows of a forward, made once by `RecurrentDepth.context` for all parts of the model."""
+    """Positions and visibility of the rows of a forward, made once by `RecurrentDepth.context` for all parts of the
+    model."""
 
     table: Rotation
     """For all positions."""
@@ -31,7 +32,8 @@ class ForwardContext(NamedTuple):
 
 
 class RecurrentLayer(nn.Module):
-    """``h = norm_2(attention(norm_1(x)) + x)``, then ``norm_4(mlp(norm_3(h)) + h)``. There is no residual without a norm.
+    """``h = norm_2(attention(norm_1(x)) + x)``, then ``norm_4(mlp(norm_3(h)) + h)``. There is no residual without a
+    norm.
 
     q and k have a bias, v has none. The first half of `gate_up` goes through SiLU and multiplies the second.
     """
@@ -53,7 +55,8 @@ class RecurrentLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, normed: torch.Tensor, context: ForwardContext, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs of norm_4: the MLP's output and its residual. `normed` is norm_1 of `x`, `slot` the cache's slot."""
+        """The inputs of norm_4: the MLP's output and its residual. `normed` is norm_1 of `x`, `slot` the cache's
+        slot."""
         qkv = linear(normed, self.qkv).view(*x.shape[:2], 3 * self.config.heads, self.config.head_dim)
         mixed = self._attention(qkv, context, slot).flatten(-2)
         h, normed = add_norm(self._project_out(mixed), x, self.norm_2, self.norm_3, self.config.norm_eps)

@@ -1,8 +1,8 @@
 """Rotary position embedding: tables and rotation, for half-split and interleaved pairs, and scaling rules.
 
-Sources: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34; Chen et al., "Extending
-Context Window of Large Language Models via Positional Interpolation", section 2.3; Peng et al., "YaRN: Efficient Context
-Window Extension of Large Language Models", section 3; the model code of Llama 3.1.
+Sources: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34; Chen et al.,
+"Extending Context Window of Large Language Models via Positional Interpolation", section 2.3; Peng et al., "YaRN:
+Efficient Context Window Extension of Large Language Models", section 3; the model code of Llama 3.1.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ class FactorScaling(RopeScaling):
 class Llama3Scaling(RopeScaling):
     """Frequencies of Llama 3.1 and its successors, originally trained on `original_positions`.
 
-    Pairs that turn at least `high_freq_factor` times within the original positions keep their frequency. The frequency of pairs
-    that turn at most `low_freq_factor` times is divided by `factor`, and the others are interpolated by the number of turns.
+    Pairs that turn at least `high_freq_factor` times within the original positions keep their frequency. The frequency
+    of pairs that turn at most `low_freq_factor` times is divided by `factor`, and the others are interpolated by the
+    number of turns.
     """
 
     factor: float
@@ -127,10 +128,10 @@ class Llama3Scaling(RopeScaling):
 class YarnScaling(RopeScaling):
     """Frequencies for a context `factor` times as long as the `original_positions` of the original training.
 
-    Pairs that turn more than `beta_fast` times within the original positions keep their frequency. The frequency of pairs that
-    turn less than `beta_slow` times is divided by `factor`, and the others are interpolated. `attention_factor` multiplies rotated q
-    and k. q at position p is further multiplied by 1 + query_beta * ln(1 + floor(p / original_positions)). `truncate`: the ends of the
-    interpolation are rounded outward to whole pairs.
+    Pairs that turn more than `beta_fast` times within the original positions keep their frequency. The frequency of
+    pairs that turn less than `beta_slow` times is divided by `factor`, and the others are interpolated.
+    `attention_factor` multiplies rotated q and k. q at position p is further multiplied by 1 + query_beta * ln(1 +
+    floor(p / original_positions)). `truncate`: the ends of the interpolation are rounded outward to whole pairs.
     """
 
     factor: float
@@ -264,8 +265,8 @@ class RopeTables:
         self._build = partial(rope_tables, head_dim=head_dim, theta=theta, style=style, scaling=scaling)
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
-        # All tables ever made: graphs may have captured them, and another thread may still read one that was replaced. Together
-        # they are smaller than the next table would be.
+        # All tables ever made: graphs may have captured them, and another thread may still read one that was replaced.
+        # Together they are smaller than the next table would be.
         self._made: list[Rotation] = []
 
     def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:

@@ -1,7 +1,7 @@
 """A small network that decides which guesses of a block are final, in place of a confidence threshold.
 
-Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. Features and shapes are those of the released sampler (the SGLang fork's
-``learned_sampler``); its checkpoints load.
+Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. Features and shapes are those of the released sampler (the
+SGLang fork's ``learned_sampler``); its checkpoints load.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class SamplerConfig:
 
 
 def semantic_table(embedding: Tensor, width: int = 32) -> Tensor:
-    """``(ids, width)`` fp16: the first principal components of centred embeddings, each with its largest entry positive.
+    """``(ids, width)`` fp16: the first principal components of centred embeddings, each with its largest entry
+    positive.
 
     Components missing from a small vocabulary or embedding are 0.
 
@@ -112,8 +113,8 @@ def sampler_features(statistics: TokenStatistics, tokens: Tensor, active: Tensor
     ======================  ==================================================================================
 
     Args:
-        statistics: `token_statistics` of the block's rows, ``(batch, size)``, at least its `top_ids` and `top_probs` for
-            ``top_k=5``, without suppressed tokens; fewer for a smaller vocabulary.
+        statistics: `token_statistics` of the block's rows, ``(batch, size)``, at least its `top_ids` and `top_probs`
+            for ``top_k=5``, without suppressed tokens; fewer for a smaller vocabulary.
         tokens: ``(batch, size)`` the block as the forward saw it.
         active: ``(batch, size)`` bool: masks that may be filled.
         table: ``(ids, width)``, see `semantic_table`; higher ids use its last row.
@@ -158,7 +159,8 @@ def sampler_features(statistics: TokenStatistics, tokens: Tensor, active: Tensor
 
 
 class _Attention(nn.Module):
-    """Every position of a block sees all of it. Names of submodules here and below are those of the released checkpoints."""
+    """Every position of a block sees all of it. Names of submodules here and below are those of the released
+    checkpoints."""
 
     def __init__(self, config: SamplerConfig) -> None:
         super().__init__()
@@ -209,12 +211,13 @@ def _apply(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class SamplerHead(nn.Module):
-    """Scores for the guesses of a block; `generate(..., "block_diffusion", sampler=head, threshold=...)` fills in guesses that
-    score at least the threshold.
+    """Scores for the guesses of a block; `generate(..., "block_diffusion", sampler=head, threshold=...)` fills in
+    guesses that score at least the threshold.
 
     Args:
         config: sizes.
-        table: ``(ids, config.semantics)``, a vector for every token; `semantic_table` makes one from a model's embeddings.
+        table: ``(ids, config.semantics)``, a vector for every token; `semantic_table` makes one from a model's
+            embeddings.
 
     Features are normalised by the buffers `mean` and `std`, which training sets.
 
@@ -283,15 +286,16 @@ class SamplerHead(nn.Module):
         return (features - self.mean.float()) / self.std.float().clamp(min=1e-6)
 
     def scores(self, statistics: TokenStatistics, tokens: Tensor, active: Tensor) -> Tensor:
-        """``(batch, size)`` float32: the probability that each guess is final. Arguments are those of `sampler_features`."""
+        """``(batch, size)`` float32: the probability that each guess is final. Arguments are those of
+        `sampler_features`."""
         features = sampler_features(statistics, tokens, active, self.table)
         scores: Tensor = self(self.normalised(features)).float().sigmoid()
         return scores
 
 
 def save_sampler(head: SamplerHead, folder: str | Path) -> None:
-    """Writes a head in the released format: ``checkpoint.pt`` and ``token_semantics_32d.pt`` (whatever its width), tensors and
-    numbers.
+    """Writes a head in the released format: ``checkpoint.pt`` and ``token_semantics_32d.pt`` (whatever its width),
+    tensors and numbers.
 
     Example:
         >>> import tempfile

@@ -1,7 +1,8 @@
 """The recurrent states of a forward: every layer's scan goes through here, on a cache or from a state of zeros.
 
-A forward replays the committed rows of the last draft, writes each state once, and gives outputs for all new rows without writing
-more. Rows are computed one after the other, as decoding would, so a row has the same bits however a text was split into forwards.
+A forward replays the committed rows of the last draft, writes each state once, and gives outputs for all new rows
+without writing more. Rows are computed one after the other, as decoding would, so a row has the same bits however a
+text was split into forwards.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class States:
     def short_conv(
         self, name: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
-        """A causal convolution of x ``(batch, rows, channels)`` with weight ``(channels, width)``; see `pdkernels.short_conv_`."""
+        """A causal convolution of x ``(batch, rows, channels)`` with weight ``(channels, width)``; see
+        `pdkernels.short_conv_`."""
         slots = self._slots(name, (weight.shape[1] - 1, x.shape[2]), x.dtype, x)
         (pending,) = slots.pending
         out: Tensor = short_conv_(
@@ -89,8 +91,8 @@ class States:
         l2norm_eps: float | None,
         **gates: Any,
     ) -> Tensor:
-        """The gated delta rule of q, k ``(batch, rows, key_heads, key_dim)`` and v ``(batch, rows, heads, value_dim)``; see
-        `pdkernels.gated_delta_`."""
+        """The gated delta rule of q, k ``(batch, rows, key_heads, key_dim)`` and v ``(batch, rows, heads, value_dim)``;
+        see `pdkernels.gated_delta_`."""
         update = v.new_empty((), dtype=torch.float32).expand(v.shape)
         slots = self._slots(name, (v.shape[2], k.shape[3], v.shape[3]), torch.float32, k, update, g)
         pending_k, pending_update, pending_g = slots.pending
@@ -131,8 +133,8 @@ _PARENTS: weakref.WeakKeyDictionary[TilePlan, Tensor | None] = weakref.WeakKeyDi
 
 
 def parents_of(mask: TilePlan) -> Tensor | None:
-    """The new row that each row of a plan follows, ``(rows,)`` or ``(batch, rows)``: the last earlier one that it sees, -1: none.
-    None: every row follows the one before it.
+    """The new row that each row of a plan follows, ``(rows,)`` or ``(batch, rows)``: the last earlier one that it sees,
+    -1: none. None: every row follows the one before it.
 
     Raises:
         NotImplementedError: a mask under which a row sees a later one that does not see it: it would follow that one.

@@ -27,7 +27,8 @@ class Tapped(NamedTuple):
 
 
 def checked_taps(op: str, taps: Sequence[int], layers: int, *, last: bool = True) -> tuple[int, ...]:
-    """The taps of a model, which counts its `layers` from 0; `last`: whether what the last layer returns can be tapped too."""
+    """The taps of a model, which counts its `layers` from 0; `last`: whether what the last layer returns can be tapped
+    too."""
     check_type(isinstance(taps, Sequence), op, "taps", "be a sequence of ints", type(taps).__name__)
     check(len(taps) > 0, op, "taps", "name a layer", tuple(taps))
     highest = layers if last else layers - 1

@@ -1,7 +1,8 @@
-"""A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU; Qwen2, Qwen3 and Llama are instances.
+"""A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU; Qwen2, Qwen3 and Llama are
+instances.
 
-A forward appends the K and V of new tokens after the cached prefix, and the decoder then decides how many of them become
-part of it.
+A forward appends the K and V of new tokens after the cached prefix, and the decoder then decides how many of them
+become part of it.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ __all__ = ["Transformer", "TransformerConfig", "select_rows"]
 class Transformer(nn.Module):
     """A decoder-only language model on our KV caches.
 
-    `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text; `mask_token` (or None) is
-    the id of a masked position, for models that were trained to fill those in; `plan_tokens` (or None) are the control tokens of
-    a model that plans its text. Parameters may be fp64, fp32, bf16 or fp16
-    (`model.to(dtype)`); in fp64 everything is fp64, norm statistics and RoPE included.
+    `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text; `mask_token` (or None)
+    is the id of a masked position, for models that were trained to fill those in; `plan_tokens` (or None) are the
+    control tokens of a model that plans its text. Parameters may be fp64, fp32, bf16 or fp16 (`model.to(dtype)`); in
+    fp64 everything is fp64, norm statistics and RoPE included.
 
     >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8,
     ...                            intermediate_size=24)
@@ -72,7 +73,8 @@ class Transformer(nn.Module):
     head: Matrix | None
     keeps_rows = True  # `recompute` does not change other rows of the cache
     cache_dtype: torch.dtype | None = None
-    """Of the caches that `new_cache` makes; None: that of the model. With torch.int8 they hold rows of `pdkernels.kv_quantize`."""
+    """Of the caches that `new_cache` makes; None: that of the model. With torch.int8 they hold rows of
+    `pdkernels.kv_quantize`."""
 
     def __init__(
         self,
@@ -145,9 +147,9 @@ class Transformer(nn.Module):
     ) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, on the model's device.
 
-        A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. `dtype` is that of the model, or torch.int8 for
-        rows of 8 bits, which take about half the memory of 16 bits; None: `cache_dtype`. With a `pool`, of `new_pool`, its pages come from
-        there.
+        A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. `dtype` is that of the model,
+        or torch.int8 for rows of 8 bits, which take about half the memory of 16 bits; None: `cache_dtype`. With a
+        `pool`, of `new_pool`, its pages come from there.
         """
         return new_cache(self, batch, capacity, kind, page_size, dtype=dtype, pool=pool)
 
@@ -169,18 +171,19 @@ class Transformer(nn.Module):
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64.
 
         Without a cache: a full forward, as `config.attention` says or under `mask` (bool, True = visible, `(T, T)` or
-        `(batch, T, T)`; or the `TilePlan` of a mask, which is never made dense), at `positions` (`(T,)` or `(batch, T)`;
-        default 0..T-1).
+        `(batch, T, T)`; or the `TilePlan` of a mask, which is never made dense), at `positions` (`(T,)` or `(batch,
+        T)`; default 0..T-1).
 
-        With a cache: row i of sequence b is at position `cache.lengths[b] + i`. Its K and V are appended there, and it attends to the
-        prefix and to the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay.
-        `counts` `(batch,)` int32 or int64: rows i >= counts[b] are padding, which is not stored and whose logits are
-        meaningless. A `mask` (as above) replaces causal attention among the T rows; all of them attend to the whole prefix. With a
-        mask, `counts` is the number of rows that are stored, 0 for a forward that only reads. The other rows are not padding: they
-        are visible where the mask shows them, and their logits are valid. `positions` are offsets from `cache.lengths`, below T,
-        or below the capacity if nothing is stored; K and V are always stored in the order of the rows.
-        The cache is read in place, even if it is paged. In fp64, with head dimensions that are not a multiple of 8 in 16 .. 512 and
-        with a bool `mask`, every layer copies it in every forward: give decoders plans.
+        With a cache: row i of sequence b is at position `cache.lengths[b] + i`. Its K and V are appended there, and it
+        attends to the prefix and to the rows up to itself. Lengths do not change: `cache.commit_` decides which rows
+        stay. `counts` `(batch,)` int32 or int64: rows i >= counts[b] are padding, which is not stored and whose logits
+        are meaningless. A `mask` (as above) replaces causal attention among the T rows; all of them attend to the whole
+        prefix. With a mask, `counts` is the number of rows that are stored, 0 for a forward that only reads. The other
+        rows are not padding: they are visible where the mask shows them, and their logits are valid. `positions` are
+        offsets from `cache.lengths`, below T, or below the capacity if nothing is stored; K and V are always stored in
+        the order of the rows. The cache is read in place, even if it is paged. In fp64, with head dimensions that are
+        not a multiple of 8 in 16 .. 512 and with a bool `mask`, every layer copies it in every forward: give decoders
+        plans.
 
         `rows`: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: row indices for all
         sequences (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
@@ -206,7 +209,8 @@ class Transformer(nn.Module):
         return linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
 
     def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
-        """`pdkernels.token_statistics`, with its `options`, of the `logits` of rows of `hidden`, which are never stored."""
+        """`pdkernels.token_statistics`, with its `options`, of the `logits` of rows of `hidden`, which are never
+        stored."""
         head: Matrix = self.embedding if self.head is None else self.head
         normed = rms_norm(hidden, self.norm, self.config.norm_eps)
         return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **options)
@@ -242,8 +246,9 @@ class Transformer(nn.Module):
 
         Args:
             tokens: as in a forward, like the other arguments.
-            taps: layers, counted from 0, whose inputs are returned, in this order; the number of layers means what the last one
-                returns. These are the `hidden_states` of transformers, but for the last one, which transformers norms.
+            taps: layers, counted from 0, whose inputs are returned, in this order; the number of layers means what the
+                last one returns. These are the `hidden_states` of transformers, but for the last one, which
+                transformers norms.
 
         Returns:
             The result of `hidden`, with the same bits, and the features ``(batch, T, len(taps), hidden_size)``.
@@ -294,13 +299,13 @@ class Transformer(nn.Module):
         counts: torch.Tensor | None = None,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """Runs `tokens` `(batch, R)` at any positions of the cache and overwrites their slots. Every row attends to all visible
-        positions.
+        """Runs `tokens` `(batch, R)` at any positions of the cache and overwrites their slots. Every row attends to all
+        visible positions.
 
-        Row r of sequence b is at position and slot ``starts[b] + slots[b, r]``. All K and V are stored first; then every row
-        attends to the first ``visible[b]`` positions of its sequence, whichever forward wrote them.
-        `cache.lengths` is neither used nor changed. For all rows of a text, with all its positions visible, this is a forward
-        of a bidirectional model without a cache; with fewer rows the other positions keep their K and V.
+        Row r of sequence b is at position and slot ``starts[b] + slots[b, r]``. All K and V are stored first; then
+        every row attends to the first ``visible[b]`` positions of its sequence, whichever forward wrote them.
+        `cache.lengths` is neither used nor changed. For all rows of a text, with all its positions visible, this is a
+        forward of a bidirectional model without a cache; with fewer rows the other positions keep their K and V.
 
         Args:
             tokens: int32 or int64.
@@ -311,7 +316,8 @@ class Transformer(nn.Module):
             visible: `(batch,)` int32 or int64, 0 .. capacity.
 
         Returns:
-            `(batch, R, hidden_size)`, for `select_rows` and `logits`. Padding is not stored and its rows are meaningless.
+            `(batch, R, hidden_size)`, for `select_rows` and `logits`. Padding is not stored and its rows are
+            meaningless.
 
         Raises:
             ValueError: shapes; on the CPU also positions outside the cache, before anything is written.
@@ -340,10 +346,11 @@ class Transformer(nn.Module):
             return self._run(tokens, recomputed, None)
 
     def attach_adapter_(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float = 1.0) -> None:
-        """Gives every layer's output projection W a low-rank alternative ``W + scale * b @ a``, for the rows that a forward adapts.
+        """Gives every layer's output projection W a low-rank alternative ``W + scale * b @ a``, for the rows that a
+        forward adapts.
 
-        Self-speculation drafts with it and verifies without. The pairs become parameters (`adapter_in`, `adapter_out` of
-        each layer, the scale inside the latter): they follow `.to` and are in the state dict.
+        Self-speculation drafts with it and verifies without. The pairs become parameters (`adapter_in`, `adapter_out`
+        of each layer, the scale inside the latter): they follow `.to` and are in the state dict.
 
         Args:
             pairs: for each layer a ``(rank, heads * head_dim)`` and b ``(hidden_size, rank)``.

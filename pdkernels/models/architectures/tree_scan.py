@@ -1,8 +1,9 @@
-"""Scans of recurrent layers with gradients, for training: rows form a tree, and many of its branches are computed at once.
+"""Scans of recurrent layers with gradients, for training: rows form a tree, and many of its branches are computed at
+once.
 
-A row follows its parent. Chains of rows are cut into pieces: where they branch, and where they get long. Inside a piece all
-rows are computed by matrix products (the chunked form of the gated delta rule); then pieces take the state that their parents end with,
-one depth of the tree after the other.
+A row follows its parent. Chains of rows are cut into pieces: where they branch, and where they get long. Inside a piece
+all rows are computed by matrix products (the chunked form of the gated delta rule); then pieces take the state that
+their parents end with, one depth of the tree after the other.
 
 Source: "Gated Delta Networks" (arXiv 2412.06464); `torch_chunk_gated_delta_rule` of transformers.
 """
@@ -25,9 +26,11 @@ class Pieces(NamedTuple):
     """The pieces of a sequence of rows."""
 
     rows: Tensor
-    """(pieces, width) the rows of each piece, and the number of rows where it is shorter. Pieces are in the order of their depths."""
+    """(pieces, width) the rows of each piece, and the number of rows where it is shorter. Pieces are in the order of
+    their depths."""
     levels: list[Tensor]
-    """For the pieces of each depth, the pieces that they follow, counted from the first of the depth before; -1 at depth 0."""
+    """For the pieces of each depth, the pieces that they follow, counted from the first of the depth before; -1 at
+    depth 0."""
     ancestors: Tensor
     """(rows, reach) the rows before each row, nearest first, and the number of rows where there is none."""
 
@@ -97,7 +100,8 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: Pieces) ->
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pieces: Pieces, l2norm_eps: float | None = None
 ) -> Tensor:
-    """The gated delta rule of q, k ``(rows, heads, key_dim)``, v ``(rows, heads, value_dim)``, and g and beta ``(rows, heads)``."""
+    """The gated delta rule of q, k ``(rows, heads, key_dim)``, v ``(rows, heads, value_dim)``, and g and beta ``(rows,
+    heads)``."""
     if l2norm_eps is not None:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + l2norm_eps) for x in (q, k))
     q = q * q.shape[-1] ** -0.5

@@ -1,8 +1,8 @@
 """All layers of a forward on a cache as one op of the CPU.
 
-It calls the kernels that `Layer` calls, in the same order, so that every number has the same bits; what it saves is the Python
-between them, a noticeable share of a small model's step. The layers themselves stay the definition: they run on GPUs, in training,
-in a compiled graph, in fp64, with adapted rows, and wherever a layer is not simply ours.
+It calls the kernels that `Layer` calls, in the same order, so that every number has the same bits; what it saves is the
+Python between them, a noticeable share of a small model's step. The layers themselves stay the definition: they run on
+GPUs, in training, in a compiled graph, in fp64, with adapted rows, and wherever a layer is not simply ours.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def asked() -> bool:
 def run_layers(
     layers: Iterable[Layer], x: Tensor, rows: NewRows, span: slice | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """What the last of `layers` returns for `x`; None: they must run one by one. `span`: their numbers; None: they are all."""
+    """What the last of `layers` returns for `x`; None: they must run one by one. `span`: their numbers; None: they are
+    all."""
     if not _serves(x, rows):
         return None
     if next(iter(layers)).config.whole_qk_norm:

@@ -32,7 +32,8 @@ _HALVES = {
 
 
 class Pair(NamedTuple):
-    """``W + scale * b @ a``; for an embedding, of its transpose. PiSSA and OLoRA first subtract a part of W, as PEFT does."""
+    """``W + scale * b @ a``; for an embedding, of its transpose. PiSSA and OLoRA first subtract a part of W, as PEFT
+    does."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -103,7 +104,8 @@ class Adapter(NamedTuple):
 def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     """The adapter in a folder, for a checkpoint with these tensors.
 
-    The adapter is checked against the checkpoint before a tensor is read. It is refused if it needs a computation that we do not have.
+    The adapter is checked against the checkpoint before a tensor is read. It is refused if it needs a computation that
+    we do not have.
     """
     folder = Path(folder)
     try:
@@ -154,7 +156,8 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
 
 
 def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None:
-    """The embedding ``(hidden_size,)`` of a mask token that a drafter's folder supplies for a checkpoint without one, or None."""
+    """The embedding ``(hidden_size,)`` of a mask token that a drafter's folder supplies for a checkpoint without one,
+    or None."""
     folder = Path(folder)
     if member(folder, MASK_FILE) is None:
         return None

@@ -1,4 +1,5 @@
-"""Checkpoints of compressed-tensors: whole numbers of four or eight bits, in words or as int8, with scales for groups or outputs.
+"""Checkpoints of compressed-tensors: whole numbers of four or eight bits, in words or as int8, with scales for groups
+or outputs.
 
 Source: github.com/vllm-project/compressed-tensors (`compressors/pack_quantized`, `compressors/naive_quantized`,
 `quantization/lifecycle/forward_helpers.py`).
@@ -48,7 +49,8 @@ _STATIC = "Quantise its activations dynamically for each token, or not at all."
 
 @dataclass(frozen=True)
 class Compressed:
-    """Codes in words of consecutive inputs or, with `whole`, as int8; zeros in words of consecutive outputs, or as int8."""
+    """Codes in words of consecutive inputs or, with `whole`, as int8; zeros in words of consecutive outputs, or as
+    int8."""
 
     bits: int
     strategy: str
@@ -111,7 +113,8 @@ class Groups:
         classes = ("Embedding" if module.rpartition(".")[2] == _EMBEDDING else _LINEAR, "Module")
         if any(_names(entry, module) or entry in classes for entry in self.ignored):
             return None
-        # As the library sorts them: names, patterns, classes, each by their letters. Of a target in two groups the last one holds.
+        # As the library sorts them: names, patterns, classes, each by their letters. Of a target in two groups the last
+        # one holds.
         formats = {_text(target): (target, form) for targets, form in self.groups for target in targets}
         listed = sorted(formats.values(), key=lambda pair: (isinstance(pair[0], NamePattern), _text(pair[0])))
         for matches in (lambda target: _names(target, module), classes.__contains__):

@@ -306,7 +306,8 @@ def _packed(file: GgufFile, name: str, heads: dict[str, int], head_dim: int) -> 
 
 
 def _halves(rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
-    """Rows of heads in our order. Their RoPE pairs adjacent components, so the writer interleaved the halves of each head."""
+    """Rows of heads in our order. Their RoPE pairs adjacent components, so the writer interleaved the halves of each
+    head."""
     return rows.view(heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
 
 

@@ -1,7 +1,7 @@
 """The end tokens of a GGUF file: those that it names, and those that llama.cpp b11549 recognises by their text.
 
-Source: the end-of-generation tokens of `src/llama-vocab.cpp` in github.com/ggml-org/llama.cpp, whose lists grow. Where several tokens
-have texts of one kind, that program takes any of them; here it is the first.
+Source: the end-of-generation tokens of `src/llama-vocab.cpp` in github.com/ggml-org/llama.cpp, whose lists grow. Where
+several tokens have texts of one kind, that program takes any of them; here it is the first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """GGUF files of hybrid models, Qwen3.5 (dense) and LFM2: their fields, and the names of their tensors.
 
-The writer has put the heads of values in another order than the published checkpoint, in which a key head serves every n-th of them; it has
-added 1 to the weights of centred norms, and stores the factor of the decay itself. Nothing is turned back: `HybridConfig` names all three.
+The writer has put the heads of values in another order than the published checkpoint, in which a key head serves every
+n-th of them; it has added 1 to the weights of centred norms, and stores the factor of the decay itself. Nothing is
+turned back: `HybridConfig` names all three.
 
 Source: `conversion/qwen.py`, `conversion/lfm2.py` and `src/models/qwen35.cpp` of github.com/ggml-org/llama.cpp.
 """

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file: byte-level BPE from its tokens and merges, through the optional library `tokenizers`.
 
-The file only names the pre-tokenizer, which splits text before merges apply (`tokenizer.ggml.pre`). Source of the meaning of the
-names: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp, and the tokenizer.json files of the models.
+The file only names the pre-tokenizer, which splits text before merges apply (`tokenizer.ggml.pre`). Source of the
+meaning of the names: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp, and the tokenizer.json files of the models.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
         made.normalizer = tokenizers.normalizers.NFC()
     made.pre_tokenizer = cut.Sequence(parts)
     made.decoder = tokenizers.decoders.ByteLevel()
-    # Control tokens are left out of decoded text, user-defined ones are not; both are matched whole, before text is split.
+    # Control tokens are left out of decoded text, user-defined ones are not; both are matched whole, before text is
+    # split.
     by_kind = list(zip(vocabulary, kinds))
     made.add_special_tokens(
         [added(token, special=True, normalized=False) for token, kind in by_kind if kind in (_UNKNOWN, CONTROL)]

@@ -1,4 +1,5 @@
-"""Checkpoints of GPTQ and AWQ: codes of four or eight bits in 32-bit words, with a scale and a zero for each group of inputs.
+"""Checkpoints of GPTQ and AWQ: codes of four or eight bits in 32-bit words, with a scale and a zero for each group of
+inputs.
 
 Sources: github.com/ModelCloud/GPTQModel (`dequantize_weight`, `convert_gptq_v1_to_v2_format_module`) and
 github.com/casper-hansen/AutoAWQ (`dequantize_gemm`).
@@ -133,8 +134,9 @@ class Awq:
 class Linears:
     """Linear layers in `model.layers` but for some, and the head where the configuration says so.
 
-    What excludes a module depends on the program: a part of its name (AutoAWQ, vLLM, transformers 4), its beginning as a pattern
-    (transformers 5.15), or that up to a dot, or its end (5.23). Where they differ, the tensors of the file decide.
+    What excludes a module depends on the program: a part of its name (AutoAWQ, vLLM, transformers 4), its beginning as
+    a pattern (transformers 5.15), or that up to a dot, or its end (5.23). Where they differ, the tensors of the file
+    decide.
     """
 
     format: Format

@@ -1,7 +1,7 @@
 """Checkpoints with Hugging Face names: configuration and tensors, both ways.
 
-Qwen2, Qwen3, MiMo, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and Nemotron-Labs-Diffusion; and with
-experts Qwen3-MoE, Mixtral, OLMoE, SDAR-MoE and LLaDA-MoE.
+Qwen2, Qwen3, MiMo, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and
+Nemotron-Labs-Diffusion; and with experts Qwen3-MoE, Mixtral, OLMoE, SDAR-MoE and LLaDA-MoE.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ _QWEN2 = _Defaults(
 )
 _QWEN3 = _QWEN2._replace(head_dim=128, qkv_bias=False, qk_norm=True)
 _QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, head_dim=None, all_slide=True)
-# Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the same
-# layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
+# Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2
+# has the same layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that
+# predict their own token.
 _DEFAULTS = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
@@ -100,8 +101,9 @@ _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_he
 def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     """The `TransformerConfig` of a parsed `config.json`.
 
-    Raises ValueError for fields that are missing or of the wrong kind, NotImplementedError for what the transformer does not
-    compute (another architecture, activation, RoPE scaling or a sliding window), so that no checkpoint gives wrong results.
+    Raises ValueError for fields that are missing or of the wrong kind, NotImplementedError for what the transformer
+    does not compute (another architecture, activation, RoPE scaling or a sliding window), so that no checkpoint gives
+    wrong results.
 
     >>> from_hf_config({"model_type": "qwen2", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
     ...                 "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}).qkv_bias
@@ -246,8 +248,8 @@ def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterat
 def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """Our state dict from one with Hugging Face names: q, k, v and gate, up become one matrix each.
 
-    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are not
-    floating point. A stored `lm_head` of a tied model must equal the embedding.
+    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that
+    are not floating point. A stored `lm_head` of a tied model must equal the embedding.
     """
     return layout(config).gather(state)
 

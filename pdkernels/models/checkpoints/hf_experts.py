@@ -1,7 +1,7 @@
 """Experts in checkpoints with Hugging Face names: what a config.json says of them, and their tensors.
 
-Source: the configuration and modelling files of Qwen3-MoE, Mixtral and OLMoE in transformers, of huggingface.co/JetLM/SDAR-30B-A3B-Chat and of
-huggingface.co/inclusionAI/LLaDA-MoE-7B-A1B-Base.
+Source: the configuration and modelling files of Qwen3-MoE, Mixtral and OLMoE in transformers, of
+huggingface.co/JetLM/SDAR-30B-A3B-Chat and of huggingface.co/inclusionAI/LLaDA-MoE-7B-A1B-Base.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def expert_parts(config: TransformerConfig, kind: str, prefix: str, source_prefi
 
 
 def separated_experts(state: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of a model of transformers, which stacks the matrices of a layer's experts, by their published names."""
+    """The tensors of a model of transformers, which stacks the matrices of a layer's experts, by their published
+    names."""
     names, separated = _OTHERS.get(kind, _DEFAULTS), dict[str, torch.Tensor]()
     for name, tensor in state.items():
         layer, _, suffix = name.partition(".mlp.")

@@ -30,9 +30,10 @@ def read_rope(
 ) -> tuple[float, RopeScaling | None]:
     """The base and the scaling rule.
 
-    `rope_scaling` replaces `rope_parameters` as a whole, even its `rope_theta`. Inside, `rope_type` precedes `type`, and
-    `rope_theta` the field of that name outside; `original_max_position_embeddings` outside precedes the one inside. `default`:
-    without either Ministral3's own values are meant. `base`: without a `rope_theta`. `scaled_queries`: the model reads `llama_4_scaling_beta`.
+    `rope_scaling` replaces `rope_parameters` as a whole, even its `rope_theta`. Inside, `rope_type` precedes `type`,
+    and `rope_theta` the field of that name outside; `original_max_position_embeddings` outside precedes the one inside.
+    `default`: without either Ministral3's own values are meant. `base`: without a `rope_theta`. `scaled_queries`: the
+    model reads `llama_4_scaling_beta`.
     """
     where = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = fields.part(where)

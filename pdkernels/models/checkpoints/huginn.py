@@ -53,9 +53,9 @@ def is_huginn(config: Mapping[str, Any]) -> bool:
 def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
     """The `RecurrentDepthConfig` of a parsed `config.json`.
 
-    Raises ValueError for fields that are missing, of the wrong kind or contradict each other, NotImplementedError for what the
-    model does not compute (another block, norm or injection, biases, an untied head, noise in the core), so that no checkpoint
-    gives wrong results.
+    Raises ValueError for fields that are missing, of the wrong kind or contradict each other, NotImplementedError for
+    what the model does not compute (another block, norm or injection, biases, an untied head, noise in the core), so
+    that no checkpoint gives wrong results.
 
     >>> from_huginn_config({"model_type": "huginn_raven", "vocab_size": 65536, "n_embd": 5280, "n_heads": 55,
     ...                     "intermediate_size": 17920, "n_layers_in_prelude": 2, "n_layers_in_recurrent_block": 4,
@@ -165,8 +165,8 @@ def _parts(config: RecurrentDepthConfig) -> Iterator[tuple[str, Parts]]:
 def from_huginn_state_dict(state: Mapping[str, torch.Tensor], config: RecurrentDepthConfig) -> dict[str, torch.Tensor]:
     """Our state dict from one with published names.
 
-    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are not
-    floating point. The head is tied: it may be stored in addition to the embedding or instead of it.
+    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that
+    are not floating point. The head is tied: it may be stored in addition to the embedding or instead of it.
     """
     return layout(config).gather(state)
 

@@ -29,7 +29,8 @@ _APART = ("model.visual.", "mtp.")
 def from_hybrid_config(config: Mapping[str, Any]) -> HybridConfig:
     """The `HybridConfig` of a parsed `config.json`. Of a model for images it is that of its language model.
 
-    Raises ValueError for fields that are missing or of the wrong kind, NotImplementedError for what a `Hybrid` does not compute.
+    Raises ValueError for fields that are missing or of the wrong kind, NotImplementedError for what a `Hybrid` does not
+    compute.
 
     >>> from_hybrid_config({"model_type": "lfm2", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
     ...                     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,

@@ -44,7 +44,8 @@ class Integers(NamedTuple):
 
 
 class Format(Protocol):
-    """How one matrix `(outputs, width)` lies in tensors, which are named by what follows the module's name and a dot."""
+    """How one matrix `(outputs, width)` lies in tensors, which are named by what follows the module's name and a
+    dot."""
 
     @property
     def name(self) -> str: ...

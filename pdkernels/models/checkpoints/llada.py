@@ -42,9 +42,9 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
     The vocabulary has as many ids as the embedding has rows (`embedding_size`): those past the tokenizer's last id take
     part in every softmax, as in the published samplers.
 
-    Raises ValueError for fields that are missing, of the wrong kind or do not fit, NotImplementedError for what the transformer
-    does not compute (other blocks, norms or activations, biases outside q, k and v, scaled logits), so that no checkpoint gives
-    wrong results.
+    Raises ValueError for fields that are missing, of the wrong kind or do not fit, NotImplementedError for what the
+    transformer does not compute (other blocks, norms or activations, biases outside q, k and v, scaled logits), so that
+    no checkpoint gives wrong results.
 
     >>> config = from_llada_config({"model_type": "llada", "vocab_size": 100, "embedding_size": 128, "d_model": 64,
     ...                             "n_layers": 2, "n_heads": 4, "mlp_hidden_size": 96, "block_type": "llama",
@@ -113,8 +113,8 @@ def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
 def from_llada_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """Our state dict from one with LLaDA's names: q, k, v and gate, up become one matrix each.
 
-    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are not
-    floating point. A stored head of a tied model must equal the embedding.
+    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that
+    are not floating point. A stored head of a tied model must equal the embedding.
     """
     return layout(config).gather(state)
 

@@ -45,8 +45,8 @@ _COMPUTED: dict[str, tuple[Any, Any]] = {
 def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
     """The `TransformerConfig` of a parsed `config.json`: block-causal, and row i predicts token i.
 
-    Raises ValueError for fields that are missing, of the wrong kind or do not fit, NotImplementedError for what the transformer
-    does not compute, so that no checkpoint gives wrong results.
+    Raises ValueError for fields that are missing, of the wrong kind or do not fit, NotImplementedError for what the
+    transformer does not compute, so that no checkpoint gives wrong results.
     """
     fields = Fields(config)
     fields.require(_REQUIRED)
@@ -111,7 +111,8 @@ def layout(config: TransformerConfig) -> Layout:
 
 
 def _turned(config: TransformerConfig, name: str, rows: torch.Tensor) -> torch.Tensor:
-    """Components of q and k in our order: theirs rotates pairs within the first components of a head, and leaves the others."""
+    """Components of q and k in our order: theirs rotates pairs within the first components of a head, and leaves the
+    others."""
     parameter, scaling, size = name.rpartition(".")[2], config.rope_scaling, config.head_dim
     if parameter not in ("qkv", "q_norm", "k_norm"):
         return rows

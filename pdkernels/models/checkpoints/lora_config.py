@@ -20,21 +20,22 @@ FOLLOWED = frozenset(
     "exclude_modules layers_to_transform layers_pattern modules_to_save bias".split()
 )
 WITHOUT_EFFECT = frozenset(
-    # Where the adapter comes from, how it was trained or initialised, and where computations run. `fan_in_fan_out` is about
-    # Conv1D layers, which no model here has, and `bias` about what was trained: the file holds it.
+    # Where the adapter comes from, how it was trained or initialised, and where computations run. `fan_in_fan_out` is
+    # about Conv1D layers, which no model here has, and `bias` about what was trained: the file holds it.
     "auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout fan_in_fan_out megatron_core "
     "loftq_config eva_config corda_config lora_ga_config qalora_group_size runtime_config "
     "ensure_weight_tying".split()
 )
 REFUSED = frozenset(
-    # With these fields an adapter computes something other than W + scale * B @ A, or names tensors that are not modules.
+    # With these fields an adapter computes something other than W + scale * B @ A, or names tensors that are not
+    # modules.
     "use_dora use_qalora use_bdlora lora_bias alora_invocation_tokens target_parameters layer_replication "
     "trainable_token_indices megatron_config arrow_config monteclora_config velora_config kasa_config".split()
 )
 
 PLAIN, PISSA, OLORA = "plain", "pissa", "olora"
-"""The part of a base weight that PEFT subtracts when it loads an adapter: nothing, the leading singular components, or the
-leading part of a QR decomposition."""
+"""The part of a base weight that PEFT subtracts when it loads an adapter: nothing, the leading singular components, or
+the leading part of a QR decomposition."""
 
 _STARTS = {
     True: PLAIN,
@@ -97,8 +98,8 @@ class LoraSettings:
         return alpha / math.sqrt(rank) if self._square_root else alpha / rank
 
     def adapts(self, module: str, inner: bool) -> bool | None:
-        """Whether PEFT adapts this module; None if that depends on a pattern that is not supported here. `inner`: it is neither
-        the embedding nor the head."""
+        """Whether PEFT adapts this module; None if that depends on a pattern that is not supported here. `inner`: it is
+        neither the embedding nor the head."""
         saved = any(_named(name, self.saved) for name in _around(module))
         excluded = self._matches(self._excluded, "exclude_modules", module)
         if saved or excluded:

@@ -1,4 +1,5 @@
-"""The control tokens of a planning checkpoint: the released format is Dream with six added tokens, known by their names."""
+"""The control tokens of a planning checkpoint: the released format is Dream with six added tokens, known by their
+names."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _ADDED = "added_tokens.json"
 def plan_tokens_of(
     folder: Path, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[PlanTokens, tuple[int, ...]] | None:
-    """The control tokens of a folder whose vocabulary has all six, and the ids that end its texts; None if one is missing."""
+    """The control tokens of a folder whose vocabulary has all six, and the ids that end its texts; None if one is
+    missing."""
     id_of = _names(folder, tokenizer, vocab_size)
     control = [token for token in map(id_of, NAMES) if token is not None]
     if len(control) < len(NAMES):

@@ -1,4 +1,5 @@
-"""Folders of quantised checkpoints: which of their matrices are quantised, what these need, and how they become ours."""
+"""Folders of quantised checkpoints: which of their matrices are quantised, what these need, and how they become
+ours."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class QuantizedFolder(NamedTuple):
         return cls(layout, weights, formats, packed)
 
     def parameters(self, dtype: torch.dtype | None, device: torch.device) -> dict[str, Stated]:
-        """Our parameters, one after the other. `dtype` None: numbers as they are stored, or in the dtype of their scales."""
+        """Our parameters, one after the other. `dtype` None: numbers as they are stored, or in the dtype of their
+        scales."""
         parameters: dict[str, Stated] = {}
         for name, sources in self.layout.parts():
             quantised = [source for source in sources if source in self.formats]
@@ -99,7 +101,8 @@ class QuantizedFolder(NamedTuple):
         return parameters
 
     def _packed(self, name: str, sources: Parts) -> QuantizedWeight:
-        """One of our parameters. The experts of a layer, whose parts follow each other, become one for each of their matrices."""
+        """One of our parameters. The experts of a layer, whose parts follow each other, become one for each of their
+        matrices."""
         if ".experts_" not in name:
             return QuantizedWeight.join([self._matrix(source, shape)[0] for source, shape in sources.items()])
         each, names = len(sources) // self.layout.experts, list(sources)

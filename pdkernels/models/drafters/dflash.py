@@ -1,7 +1,9 @@
-"""DFlash heads: a drafter that fills a whole block of masks in one forward, on keys and values made from its target's hidden states.
+"""DFlash heads: a drafter that fills a whole block of masks in one forward, on keys and values made from its target's
+hidden states.
 
-Source: "DFlash" (arXiv 2602.06036). Row i of the context is the features of the target's row i, projected to K and V in every layer; it
-is no row of the residual. The block holds the known token and masks. Its rows see the whole context and each other.
+Source: "DFlash" (arXiv 2602.06036). Row i of the context is the features of the target's row i, projected to K and V in
+every layer; it is no row of the residual. The block holds the known token and masks. Its rows see the whole context and
+each other.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class DFlashConfig(DrafterConfig):
     draft_vocab_size: int
     """Tokens that it can draft."""
     sample_from_anchor: bool = False
-    """Whether a row predicts the token after its own; otherwise a mask predicts its own token, and the known token nothing."""
+    """Whether a row predicts the token after its own; otherwise a mask predicts its own token, and the known token
+    nothing."""
     own_embedding: bool = False
     """False: tokens have the target's embedding."""
     own_head: bool = True
@@ -107,7 +110,8 @@ class DFlashHead(DrafterHead):
 
     @torch.no_grad()
     def read(self, hidden: Tensor, *, cache: Cache, counts: Tensor | None = None) -> None:
-        """Stores K and V of the `fused` features ``(batch, T, hidden_size)`` after the committed rows; `commit_` then keeps them.
+        """Stores K and V of the `fused` features ``(batch, T, hidden_size)`` after the committed rows; `commit_` then
+        keeps them.
 
         Only the first `counts` ``(batch,)`` rows of each sequence are stored.
         """
@@ -120,7 +124,8 @@ class DFlashHead(DrafterHead):
 
     @torch.no_grad()
     def forward(self, embedded: Tensor, *, cache: Cache) -> Tensor:
-        """The rows ``(batch, T, hidden_size)`` of a block after the committed ones, for `logits`. They are not to be committed.
+        """The rows ``(batch, T, hidden_size)`` of a block after the committed ones, for `logits`. They are not to be
+        committed.
 
         Args:
             embedded: ``(batch, T, hidden_size)``, the embeddings of the known token and of masks.
@@ -140,7 +145,8 @@ class DFlashHead(DrafterHead):
         return x + added
 
     def logits(self, hidden: Tensor, head: Any = None) -> Tensor:
-        """``(..., draft_vocab_size)`` of rows of a forward. `head`: the target's matrix, for a drafter without its own."""
+        """``(..., draft_vocab_size)`` of rows of a forward. `head`: the target's matrix, for a drafter without its
+        own."""
         matrix = head if self.head is None else self.head
         assert matrix is not None
         return linear(rms_norm(hidden, self.norm, self.config.body.norm_eps), cast(Matrix, matrix))

@@ -1,8 +1,9 @@
 """EAGLE-3 heads: a small autoregressive drafter that reads the hidden states of its target.
 
-Source: "EAGLE-3" (arXiv 2503.01840). Row i is about token i + 1: it reads that token's embedding and the target's features of row i,
-which have seen all tokens up to i, and predicts token i + 2. Where the target has not been yet, the head's own output takes the
-place of features. In "P-EAGLE" (arXiv 2602.01469) a mask token and a learned row take the places of both, so all guesses take one forward.
+Source: "EAGLE-3" (arXiv 2503.01840). Row i is about token i + 1: it reads that token's embedding and the target's
+features of row i, which have seen all tokens up to i, and predicts token i + 2. Where the target has not been yet, the
+head's own output takes the place of features. In "P-EAGLE" (arXiv 2602.01469) a mask token and a learned row take the
+places of both, so all guesses take one forward.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class EagleConfig(DrafterConfig):
     own_embedding: bool = True
     """False: tokens have the target's embedding."""
     mask_token: int | None = None
-    """Of P-EAGLE, whose guesses are made in one forward: the token that stands for those before. None: one after the other."""
+    """Of P-EAGLE, whose guesses are made in one forward: the token that stands for those before. None: one after the
+    other."""
 
     def __post_init__(self) -> None:
         check_type(
@@ -102,7 +104,8 @@ class EagleLayer(Layer):
 
 
 class EagleHead(DrafterHead):
-    """A drafter for the method "eagle". Like its target it runs on a cache of its own, in which row i belongs to token i + 1.
+    """A drafter for the method "eagle". Like its target it runs on a cache of its own, in which row i belongs to token
+    i + 1.
 
     Attributes:
         vocabulary: ``(draft_vocab_size,)`` int64, the target's id of each token that it can draft, ascending.
@@ -142,7 +145,8 @@ class EagleHead(DrafterHead):
                 nn.init.normal_(masked)
 
     def fused(self, features: Tensor) -> Tensor:
-        """What it reads of the target's `features` ``(batch, T, taps, target_hidden_size)``: ``(batch, T, hidden_size)``."""
+        """What it reads of the target's `features` ``(batch, T, taps, target_hidden_size)``: ``(batch, T,
+        hidden_size)``."""
         eps, flat = self.config.body.norm_eps, features.flatten(-2)
         weight = cast("Tensor | None", self.fc_norm)
         if self.config.norm_before_fc:

@@ -1,4 +1,5 @@
-"""What drafters that read hidden states have in common: weights beside those of their layers, a cache, an embedding, packed matrices."""
+"""What drafters that read hidden states have in common: weights beside those of their layers, a cache, an embedding,
+packed matrices."""
 
 from __future__ import annotations
 

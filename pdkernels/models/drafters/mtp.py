@@ -1,8 +1,9 @@
 """Layers for multi-token prediction that come with a model: one more layer of it, which reads its last hidden state.
 
-Sources: "DeepSeek-V3" (arXiv 2412.19437), section 2.2; the released code of MiMo (``MiMoMTPLayers``) and Qwen3.5 (``mtp.*``). Row i is
-about token i + 1: it reads that token's embedding and the target's row i after the last norm, each normed again, side by side, and predicts
-token i + 2 by the target's head. Where the target has not been yet, the layer's own output takes the place of the target's row.
+Sources: "DeepSeek-V3" (arXiv 2412.19437), section 2.2; the released code of MiMo (``MiMoMTPLayers``) and Qwen3.5
+(``mtp.*``). Row i is about token i + 1: it reads that token's embedding and the target's row i after the last norm,
+each normed again, side by side, and predicts token i + 2 by the target's head. Where the target has not been yet, the
+layer's own output takes the place of the target's row.
 """
 
 from __future__ import annotations

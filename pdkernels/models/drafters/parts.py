@@ -1,4 +1,5 @@
-"""What the folders of drafters have in common: layers of Llama and Qwen3, maps of vocabularies, and what the speculators library says of both."""
+"""What the folders of drafters have in common: layers of Llama and Qwen3, maps of vocabularies, and what the
+speculators library says of both."""
 
 from __future__ import annotations
 

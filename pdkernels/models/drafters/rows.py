@@ -42,7 +42,8 @@ def new_rows(
     offsets: Tensor | None = None,
     mask: TilePlan | Tensor | None = None,
 ) -> NewRows:
-    """`count` rows after the committed ones: causal among each other, or as `mask` says at `offsets` from the cached length."""
+    """`count` rows after the committed ones: causal among each other, or as `mask` says at `offsets` from the cached
+    length."""
     lengths = cache.lengths.tolist() if cache.lengths.device.type == "cpu" else None
     visibility = cached_visibility(cache, lengths, counts, count, mask)
     if offsets is None:
@@ -53,7 +54,8 @@ def new_rows(
 
 
 class BranchRows:
-    """The rows that a drafter adds in one step: they see the committed rows and some of those added before them. Nothing is stored.
+    """The rows that a drafter adds in one step: they see the committed rows and some of those added before them.
+    Nothing is stored.
 
     Args:
         config: of the drafter's layers.
@@ -72,7 +74,8 @@ class BranchRows:
         self._visibility: Visibility
 
     def add(self, like: Tensor, offset: int, seen: Tensor) -> None:
-        """The next rows, at `offset` from the cached length; `seen` ``(batch, n, n)`` bool is what all rows so far and these see."""
+        """The next rows, at `offset` from the cached length; `seen` ``(batch, n, n)`` bool is what all rows so far and
+        these see."""
         cache, count = self._cache, seen.shape[1]
         positions = (cache.lengths + offset)[:, None].expand(-1, like.shape[1])
         self._rotation = rotation_at(self._tables, like, cache.capacity + count, positions)
@@ -82,7 +85,8 @@ class BranchRows:
         self._visibility = cached_visibility(cache, lengths, None, count, self._plans[count].of(seen))
 
     def attend_(self, qkv: Tensor, layer: int) -> Tensor:
-        """Attention of the rows added last, as of `NewRows`. Queries of earlier rows are zeros: their results are known."""
+        """Attention of the rows added last, as of `NewRows`. Queries of earlier rows are zeros: their results are
+        known."""
         kv_heads = self._config.kv_heads
         qk, v = qkv.split_with_sizes((qkv.shape[2] - kv_heads, kv_heads), -2)
         qk = rotated(qk, self._rotation, self._config.rope_style)

@@ -69,8 +69,8 @@ def read_from(where: str) -> Iterator[None]:
 class Fields:
     """A JSON object in the file, or part of a file, named by `where`.
 
-    A null is a value: a number or flag is refused if it is null, unless `null` says what that means. Where nothing is a number, a part or a
-    list may be null as well as absent.
+    A null is a value: a number or flag is refused if it is null, unless `null` says what that means. Where nothing is a
+    number, a part or a list may be null as well as absent.
 
     >>> fields = Fields({"n_layers": 2, "rope": {"theta": 100}})
     >>> fields.integer("n_layers"), fields.integer("n_heads", 4), fields.part("rope").number("theta")

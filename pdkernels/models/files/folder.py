@@ -1,4 +1,5 @@
-"""The files of a checkpoint folder: only regular files inside it, checked before they are opened, and with limits on their size."""
+"""The files of a checkpoint folder: only regular files inside it, checked before they are opened, and with limits on
+their size."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def member(folder: Path, name: str, named_by: str = "") -> Path | None:
     """The regular file of this name inside the folder, or None. It is not opened here.
 
     A checkpoint is untrusted: its files must be in its folder, and must not be links out of it, pipes or devices.
-    In the cache of the Hugging Face Hub, the files of a snapshot are links into the folder ``blobs`` next to it, which are followed.
+    In the cache of the Hugging Face Hub, the files of a snapshot are links into the folder ``blobs`` next to it, which
+    are followed.
     """
     label = f"{named_by}: {shown(name)}" if named_by else name
     is_inside = name and not os.path.isabs(name) and not {"..", "", "."} & set(name.split("/")) and "\\" not in name
@@ -69,7 +71,8 @@ def member(folder: Path, name: str, named_by: str = "") -> Path | None:
 
 
 def members(folder: Path, subfolder: str, ending: str) -> list[str]:
-    """The sorted names, without the extension, of the files of a subfolder with this extension; empty without the subfolder."""
+    """The sorted names, without the extension, of the files of a subfolder with this extension; empty without the
+    subfolder."""
     try:
         names = sorted(entry.name for entry in (folder / subfolder).iterdir() if entry.name.endswith(ending))
     except (FileNotFoundError, NotADirectoryError):
@@ -133,7 +136,8 @@ class Weights:
             fail(OP, some(sorted(self._open)), "be readable as safetensors", _why(error))
 
     def parameters(self, layout: Layout, dtype: torch.dtype | None, device: torch.device) -> dict[str, torch.Tensor]:
-        """Our parameters, as `Layout.gather` makes them of all tensors, but one after the other; `dtype` None: as stored."""
+        """Our parameters, as `Layout.gather` makes them of all tensors, but one after the other; `dtype` None: as
+        stored."""
         parameters = {
             name: layout.shaped(name, self.parameter(layout, sources, dtype)).to(device)
             for name, sources in layout.parts()
@@ -175,7 +179,8 @@ class Weights:
         return pair[0].shape == pair[1].shape and any(all(same(start, dtype) for start in starts) for dtype in dtypes)
 
     def read_into_(self, target: torch.Tensor, name: str, first: int = 0) -> None:
-        """The numbers of a tensor from the `first` on, as many as `target` has room for, a contiguous tensor of any dtype.
+        """The numbers of a tensor from the `first` on, as many as `target` has room for, a contiguous tensor of any
+        dtype.
 
         Bytes go from the file straight into it: the file is not mapped, so nothing is in memory twice.
         """
@@ -249,7 +254,8 @@ class Weights:
 
 
 def _offset(entry: Any, stored: Stored) -> int:
-    """Where a tensor's data begins after the header. What the library read of a header with names given twice may differ."""
+    """Where a tensor's data begins after the header. What the library read of a header with names given twice may
+    differ."""
     start, end = entry["data_offsets"]
     dtype = DTYPES.get(stored.dtype)
     same_shape = tuple(entry["shape"]) == stored.shape

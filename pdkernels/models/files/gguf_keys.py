@@ -1,4 +1,5 @@
-"""What the keys of a GGUF file mean where it lacks them: what they mean to llama.cpp b11549, or an error where that refuses the file.
+"""What the keys of a GGUF file mean where it lacks them: what they mean to llama.cpp b11549, or an error where that
+refuses the file.
 
 Source: `src/llama-model.cpp`, `src/llama-vocab.cpp` and `src/models/*.cpp` of github.com/ggml-org/llama.cpp.
 """
@@ -31,7 +32,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-"""Keys and their supported values, of which the first is meant without the key; any other needs a different computation."""
+"""Keys and their supported values, of which the first is meant without the key; any other needs a different
+computation."""
 
 REQUIRED = object()
 

@@ -109,7 +109,8 @@ class Layout(NamedTuple):
         check(same, OP, self.head, "equal the embedding of a tied model", "another matrix", remedy)
 
     def name_in(self, names: Mapping[str, object], source: str) -> str:
-        """The name under which a checkpoint with these `names` stores a part: a tied head may be stored as the embedding."""
+        """The name under which a checkpoint with these `names` stores a part: a tied head may be stored as the
+        embedding."""
         return self.head if self.tied and source == self.embedding and source not in names else source
 
     def scatter(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Regular expressions from untrusted files, matched in bounded time.
 
-`re` takes exponential time for some patterns, so it never sees a pattern from a file. Here all paths through a pattern advance
-together, character by character (Thompson, "Regular Expression Search Algorithm"), and every step is counted.
+`re` takes exponential time for some patterns, so it never sees a pattern from a file. Here all paths through a pattern
+advance together, character by character (Thompson, "Regular Expression Search Algorithm"), and every step is counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Budget:
 
 
 class Pattern:
-    r"""Characters, ``.``, classes, groups, ``|``, repetition, anchors, ``\b`` and lookahead, with their meaning in `re`.
+    r"""Characters, ``.``, classes, groups, ``|``, repetition, anchors, ``\b`` and lookahead, with their meaning in
+    `re`.
 
     >>> Pattern(r"(.*\.)?(layers\.[0-3]\.\w+)$", Budget()).matches("model.layers.2.mlp")
     True

@@ -1,7 +1,7 @@
 """Chats as text: the templates of a checkpoint, rendered by the optional library `jinja2` in a sandbox.
 
-A template is a program written by whoever made the checkpoint. The sandbox denies it access to files and Python internals, and
-it cannot change anything. It runs in a separate process with limits on time and memory.
+A template is a program written by whoever made the checkpoint. The sandbox denies it access to files and Python
+internals, and it cannot change anything. It runs in a separate process with limits on time and memory.
 
 Source of the functions that templates may use: `utils/chat_template_utils.py` of github.com/huggingface/transformers.
 """
@@ -63,13 +63,16 @@ class ChatTemplate:
     ) -> str:
         """The text of a chat. All arguments are those of transformers' `apply_chat_template`.
 
-        Templates differ in whether the arguments of a call are an object or JSON text: where one form fails, the other is tried.
+        Templates differ in whether the arguments of a call are an object or JSON text: where one form fails, the other
+        is tried.
 
         Args:
             messages: in order, each with a "role" and usually a "content".
-            add_generation_prompt: end with the beginning of the model's answer. None: unless the last message is continued.
+            add_generation_prompt: end with the beginning of the model's answer. None: unless the last message is
+                continued.
             continue_final_message: end within the last message, after its content or after the field of this name.
-            chat_template: the name of one of several templates. None: with `tools` the one called "tool_use", else "default".
+            chat_template: the name of one of several templates. None: with `tools` the one called "tool_use", else
+                "default".
             variables: further variables of the template, such as `enable_thinking`, `tools` or `documents`.
 
         Raises:
@@ -178,19 +181,21 @@ def _plain(value: Any) -> Any:
 
 
 def asks_for_content(source: str) -> bool:
-    """Whether a template asks whether a message's content is none, as those of DeepSeek do where a message has calls."""
+    """Whether a template asks whether a message's content is none, as those of DeepSeek do where a message has
+    calls."""
     return _CONTENT_IS_NONE.search(source) is not None
 
 
 def _without_none(message: Message, source: str) -> dict[str, Any]:
-    """The fields that are not None, as in transformers since 5.23. Beside calls a template that asks for it sees `content` as None, as in
-    older versions, for which it was written: it would lose the calls."""
+    """The fields that are not None, as in transformers since 5.23. Beside calls a template that asks for it sees
+    `content` as None, as in older versions, for which it was written: it would lose the calls."""
     tested = bool(message.get("tool_calls")) and asks_for_content(source)
     return {name: value for name, value in message.items() if value is not None or (tested and name == "content")}
 
 
 def _with_other_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The chat with the arguments of calls as JSON text where they are objects, and as objects where they are text; None: it has none."""
+    """The chat with the arguments of calls as JSON text where they are objects, and as objects where they are text;
+    None: it has none."""
     other, changed = copy.deepcopy(chat), False
     for message in other:
         calls = message.get("tool_calls")

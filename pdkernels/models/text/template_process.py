@@ -1,4 +1,5 @@
-"""The client of the process that renders chat templates. The first chat starts it; it is kept, and replaced when it ends."""
+"""The client of the process that renders chat templates. The first chat starts it; it is kept, and replaced when it
+ends."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Renders chat templates in a separate process, whose memory and time are limited by the operating system.
 
-`template_process` runs this file as a script, which imports nothing of this package: the process holds only Python, jinja2 and a
-chat. A single expression of a template can take any amount of time and memory (`'a' * 10**9`), which no check inside the user's
-process could stop. A message is its length in 8 bytes, followed by its bytes. Requests are pickled; answers are JSON, because they
-come from untrusted code.
+`template_process` runs this file as a script, which imports nothing of this package: the process holds only Python,
+jinja2 and a chat. A single expression of a template can take any amount of time and memory (`'a' * 10**9`), which no
+check inside the user's process could stop. A message is its length in 8 bytes, followed by its bytes. Requests are
+pickled; answers are JSON, because they come from untrusted code.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def render(compiled: Any, variables: dict[str, Any], maximum: int) -> str:
 
 
 def main(path: list[str], memory: int, seconds: float) -> None:
-    """Answers requests until the stream ends. The first answer is an empty list, which means that the process is ready."""
+    """Answers requests until the stream ends. The first answer is an empty list, which means that the process is
+    ready."""
     sys.path[:] = path
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr

@@ -1,4 +1,5 @@
-"""The bytes that each token of a tokenizer.json writes, for tokenizers whose texts are these bytes one after the other."""
+"""The bytes that each token of a tokenizer.json writes, for tokenizers whose texts are these bytes one after the
+other."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """The characters that stand for bytes in GPT-2's vocabulary: printable ones for themselves, others from U+0100 on."""
+    """The characters that stand for bytes in GPT-2's vocabulary: printable ones for themselves, others from U+0100
+    on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}

@@ -1,4 +1,5 @@
-"""Bounds on the work that a tokenizer.json causes in the library `tokenizers`, checked before the library reads the file.
+"""Bounds on the work that a tokenizer.json causes in the library `tokenizers`, checked before the library reads the
+file.
 
 The library follows a file without limits: a few replacements in a row multiply text until memory runs out, and nested
 repetitions in a pattern take time that grows exponentially. Published files stay far below these bounds.
@@ -153,7 +154,8 @@ _TOKEN = re.compile(
 def check_pattern(pattern: str, label: str) -> None:
     """Raises ValueError for an Oniguruma pattern with nested repetitions, whose search could take exponential time."""
     check(len(pattern) <= _LETTERS, OP, label, f"have at most {_LETTERS} characters", len(pattern))
-    # For each open group: whether its length varies, the unbounded repetitions of this alternative, and its largest count.
+    # For each open group: whether its length varies, the unbounded repetitions of this alternative, and its largest
+    # count.
     open_groups: list[list[int]] = [[0, 0, 1]]
     last: list[int] | None = None  # of the item just read
     square = 0

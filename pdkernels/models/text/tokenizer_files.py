@@ -1,7 +1,8 @@
 """The files next to a tokenizer.json that configure it, read as transformers reads them: tokenizer_config.json,
 special_tokens_map.json, added_tokens.json and the chat templates.
 
-Source: `tokenization_utils_base.py` and `tokenization_utils_tokenizers.py` of github.com/huggingface/transformers, version 5.
+Source: `tokenization_utils_base.py` and `tokenization_utils_tokenizers.py` of github.com/huggingface/transformers,
+version 5.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _DEFAULTS: dict[str, dict[str, str]] = {
     "GPT2Tokenizer": {"bos_token": _USUAL, "eos_token": _USUAL, "unk_token": _USUAL, "pad_token": ""},
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
-"""Default special tokens of transformers' classes. An empty string means no token, even if tokenizer.json pads with one."""
+"""Default special tokens of transformers' classes. An empty string means no token, even if tokenizer.json pads with
+one."""
 _MISTRAL = ("mistral", "ministral3")  # model types whose class is not used
 _CLEAN = "clean_up_tokenization_spaces"
 
@@ -58,8 +60,8 @@ def read_tokenizer_files(
 ) -> TokenizerFiles:
     """The files of a checkpoint's folder.
 
-    `byte_level`: whether tokenizer.json splits text into bytes; `pad_token`: what it pads with. Both decide on tokens that no
-    other file names.
+    `byte_level`: whether tokenizer.json splits text into bytes; `pad_token`: what it pads with. Both decide on tokens
+    that no other file names.
     """
     config = read_fields(folder, _CONFIG) or Fields({}, _CONFIG)
     versions = config.get("fast_tokenizer_files", [])
@@ -127,7 +129,8 @@ def _text(value: Any, label: str) -> str:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens with names: the usual ones, those of any other field that ends with "_token", and extra ones with names."""
+    """Special tokens with names: the usual ones, those of any other field that ends with "_token", and extra ones with
+    names."""
     named_tokens = {name: values[name] for name in _NAMED if values.get(name) is not None}
     for name, value in values.items():
         marked = isinstance(value, str) or (isinstance(value, dict) and value.get("__type") == "AddedToken")

@@ -46,7 +46,8 @@ _FILE_BYTES = 1 << 28
 class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; id 256 ends a text.
 
-    `decode` skips the end token and the `special` ids after it, such as those of plans, and puts U+FFFD where bytes are not UTF-8.
+    `decode` skips the end token and the `special` ids after it, such as those of plans, and puts U+FFFD where bytes are
+    not UTF-8.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode("né")
@@ -99,8 +100,8 @@ class _ByteStream:
 class JsonTokenizer:
     """The `tokenizer.json` of a checkpoint, through the optional library `tokenizers`. Special tokens are not decoded.
 
-    `chat_template` (or None) turns a list of messages into text. `bos_token_id` and `eos_token_id` are the ids that the other
-    files name, or None.
+    `chat_template` (or None) turns a list of messages into text. `bos_token_id` and `eos_token_id` are the ids that the
+    other files name, or None.
     """
 
     def __init__(
@@ -266,7 +267,8 @@ def library(path: Path | str, or_else: str = "") -> Any:
 
 @contextmanager
 def naming(name: str, expectation: str) -> Iterator[None]:
-    """Makes errors of the library, mostly bare Exceptions, name the file. A panic inside it is not even an Exception."""
+    """Makes errors of the library, mostly bare Exceptions, name the file. A panic inside it is not even an
+    Exception."""
     try:
         yield
     except BaseException as error:

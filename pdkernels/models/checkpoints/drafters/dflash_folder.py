@@ -1,7 +1,7 @@
 """Folders of DFlash heads: their config.json and the names of their tensors.
 
-Sources: speculators 0.9 (models/dflash, convert/dflash); the released checkpoints (``dflash_config``), which have neither embedding nor
-head, and count the layers of the target from its first layer's output.
+Sources: speculators 0.9 (models/dflash, convert/dflash); the released checkpoints (``dflash_config``), which have
+neither embedding nor head, and count the layers of the target from its first layer's output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Folders of EAGLE-3 and DFlash heads, both ways: the format of the speculators library, and those of the authors' own checkpoints; and
-layers for multi-token prediction, which are in the folder of their model.
+"""Folders of EAGLE-3 and DFlash heads, both ways: the format of the speculators library, and those of the authors' own
+checkpoints; and layers for multi-token prediction, which are in the folder of their model.
 
-Packed matrices are stored in the format of compressed-tensors. Sources: speculators 0.9 (models/eagle3, convert/eagle); the released
-EAGLE-3 checkpoints (``midlayer``, offsets in ``d2t``).
+Packed matrices are stored in the format of compressed-tensors. Sources: speculators 0.9 (models/eagle3, convert/eagle);
+the released EAGLE-3 checkpoints (``midlayer``, offsets in ``d2t``).
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def load_drafter(
     """A drafter for a target, from a folder with ``config.json`` and ``*.safetensors``.
 
     Args:
-        path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3", "peagle" or "dflash"), or of a
-            checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``) publish them; the target's own folder,
-            if it has a layer for multi-token prediction (MiMo, Qwen3.5); or a name of `available_drafters`.
+        path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3", "peagle" or
+            "dflash"), or of a checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``)
+            publish them; the target's own folder, if it has a layer for multi-token prediction (MiMo, Qwen3.5); or a
+            name of `available_drafters`.
         target: the model that it drafts for, one of `load` or of `pdkernels.integrations.transformers.wrap`.
         dtype: of the weights; None: the target's.
         packed: whether quantised matrices stay as they are stored, as in `load`. None: on the CPU.
@@ -164,17 +165,20 @@ def is_own_folder(model: str | Path, drafter: str | Path) -> bool:
 def save_drafter(
     head: EagleHead | DFlashHead, path: str | Path, *, target: str = "", tokens: int | None = None
 ) -> None:
-    """Writes a head as a folder in the format of the speculators library, which also vLLM reads. An existing folder is replaced.
+    """Writes a head as a folder in the format of the speculators library, which also vLLM reads. An existing folder is
+    replaced.
 
     Args:
-        head: in any dtype, with matrices of numbers or packed ones (`pdkernels.quantize`), which are stored as compressed-tensors does.
+        head: in any dtype, with matrices of numbers or packed ones (`pdkernels.quantize`), which are stored as
+            compressed-tensors does.
         path: of the folder.
         target: name or path of the target, which readers look up there.
-        tokens: how many tokens to draft, which servers take as their default. None: 5 of EAGLE-3, the whole block of DFlash.
+        tokens: how many tokens to draft, which servers take as their default. None: 5 of EAGLE-3, the whole block of
+            DFlash.
 
     Raises:
-        NotImplementedError: packed matrices in other formats than int8, int4, q8_0 and q4_0, or a scaling of positions that this does
-            not write.
+        NotImplementedError: packed matrices in other formats than int8, int4, q8_0 and q4_0, or a scaling of positions
+            that this does not write.
     """
     supported = isinstance(head, (EagleHead, DFlashHead))
     check_type(supported, "models.save_drafter", "head", "be an EagleHead or a DFlashHead", type(head).__name__)

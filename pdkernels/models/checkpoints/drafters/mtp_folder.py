@@ -1,7 +1,7 @@
 """The layers for multi-token prediction in the folder of a model: MiMo (dense) and Qwen3.5 (dense).
 
-Sources: the released code and checkpoints of MiMo (``model.mtp_layers.0.*``, hidden state first) and of Qwen3.5 (``mtp.*``, embedding
-first). Neither stores an embedding or a head for them.
+Sources: the released code and checkpoints of MiMo (``model.mtp_layers.0.*``, hidden state first) and of Qwen3.5
+(``mtp.*``, embedding first). Neither stores an embedding or a head for them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Packed matrices of a drafter in a file: whole numbers with scales, in the format of compressed-tensors.
 
-`pdkernels.models.checkpoints.compressed` reads it, as does vLLM. Codes and scales stay as they are, so nothing is rounded again.
+`pdkernels.models.checkpoints.compressed` reads it, as does vLLM. Codes and scales stay as they are, so nothing is
+rounded again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _OP = "models.save_drafter"
 
 
 def packed_tensors(weight: QuantizedWeight, sources: Parts) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """The published tensors of a packed matrix, and the bits and the columns of a group (0: all) of each of its modules."""
+    """The published tensors of a packed matrix, and the bits and the columns of a group (0: all) of each of its
+    modules."""
     tensors: dict[str, Tensor] = {}
     kinds: dict[str, tuple[int, int]] = {}
     first = 0
