@@ -212,7 +212,7 @@ def test_only_ops_know_the_reference() -> None:
 
 # Modules of ops that define none and know a reference: what `backend="reference"` runs, the names of options, and the trial that
 # compares a Gluon kernel before its first use.
-REFERENCE_BESIDE_DEFINITIONS = {"pdkernels.ops._speculative", "pdkernels.ops._recurrence", "pdkernels.ops._gluon"}
+REFERENCE_BESIDE_DEFINITIONS = {"pdkernels.ops._gluon"}
 
 
 def test_only_definitions_of_ops_know_the_reference() -> None:
@@ -288,9 +288,9 @@ def test_no_room_imports_private_modules_of_another() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from pdkernels.ops._speculative import fake",
-        "import pdkernels.ops._speculative",
-        "def f():\n    from pdkernels.ops import _speculative",
+        "from pdkernels.ops._gluon import fake",
+        "import pdkernels.ops._gluon",
+        "def f():\n    from pdkernels.ops import _gluon",
         "from pdkernels.ops.linear import _example",
     ],
 )

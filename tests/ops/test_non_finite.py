@@ -35,8 +35,8 @@ TRITON = {
     "selective_state_": ("recurrent_state", "_selective_triton"),
     "short_conv_": ("recurrent_state", "_conv_triton"),
     "linear_token_statistics": ("linear_token_statistics", "_triton"),
-    "speculative_attention": ("_speculative", "by_triton"),
-    "speculative_attention_append_": ("_speculative", "by_triton"),
+    "speculative_attention": ("speculative_attention", "by_triton"),
+    "speculative_attention_append_": ("speculative_attention", "by_triton"),
 }
 STRUCTURES: dict[str, Callable[..., Any]] = {
     "block_sparse_attention": AttentionArguments,

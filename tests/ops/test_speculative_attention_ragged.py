@@ -13,7 +13,7 @@ import pdkernels as pd
 from pdkernels import masks
 from pdkernels._attention import SpeculativeArguments
 from pdkernels.masks import SegmentMask, TilePlan
-from pdkernels.ops._speculative import first_positions
+from pdkernels.ops.speculative_attention import first_positions
 from pdkernels.reference import speculative_attention as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.harness.triton_interpreter import TRITON_FOUND, triton_device

@@ -111,9 +111,9 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     try:
         exists = folder.is_dir()
     except (OSError, ValueError):
-        found = False
+        exists = False
     remedy = f"Adapters that have names: {', '.join(sorted(weight_folders(CONFIG))) or 'none is installed'}."
-    check(found, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
+    check(exists, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
     fields = read_fields(folder, CONFIG)
     if fields is None:
         fail(OP, "adapter", f"hold {CONFIG}", f"none in {folder}")
