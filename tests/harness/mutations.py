@@ -121,13 +121,20 @@ def copy_checkout() -> None:
             target = COPY / file.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(file, target)
+    imported = run([sys.executable, "-c", "import pdkernels; print(pdkernels.__file__)"]).stdout.strip()
+    if Path(imported) != COPY / "pdkernels" / "__init__.py":
+        sys.exit(f"tests.harness.mutations: a copy of the package must be what is imported, got {imported!r}.")
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(COPY), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False)
 
 
 def failed(*tests: str) -> str:
     """The first of the fast tests that fails in the copy; empty if none does."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(COPY), os.environ.get("PYTHONPATH", "")])}
-    answer = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False)
+    answer = run(command)
     if answer.returncode not in (0, 1):
         raise RuntimeError(answer.stdout[-2000:] + answer.stderr[-2000:])
     reported = [text for text in answer.stdout.splitlines() if text.startswith(("FAILED ", "ERROR "))]

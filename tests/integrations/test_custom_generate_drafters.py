@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from pdkernels.integrations.transformers import from_transformers, generate, wrap  # noqa: E402
 from pdkernels.models import save_drafter  # noqa: E402
 from scripts.custom_generate import write  # noqa: E402
-from tests.integrations.test_custom_generate import (  # noqa: E402
+from tests.support.custom_generate import (  # noqa: E402
     BASE,
     FIVE,
     LATER,

@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
 from pdkernels.integrations.transformers import generate as decode  # noqa: E402
 from scripts.custom_generate import write  # noqa: E402
-from tests.integrations.test_custom_generate import BASE, VERSION, an_end, model_of, prompts, theirs  # noqa: E402
+from tests.support.custom_generate import BASE, VERSION, an_end, model_of, prompts, theirs  # noqa: E402
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
 from pdkernels.integrations.transformers import generate  # noqa: E402
 from pdkernels.integrations.transformers._cache_names import cache_argument, cache_in  # noqa: E402
-from tests.integrations.test_custom_generate import (  # noqa: E402
+from tests.support.custom_generate import (  # noqa: E402
     BASE,
     FIVE,
     NEW,

@@ -14,7 +14,7 @@ from pdkernels.models import ByteTokenizer, from_callable
 from pdkernels.models.text.chat import ChatTemplate
 from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, PLAIN, CallDelta, CallForm, CallParser, form_of, joined
 from pdkernels.serve.messages import plain
-from tests.serve.test_server import Chatting, client_of
+from tests.serve.clients import Chatting, client_of
 from tests.support.chat_templates import GEMMA, LLAMA31, QWEN3, SMOLLM2
 
 openai = pytest.importorskip("openai")

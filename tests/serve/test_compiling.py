@@ -26,8 +26,8 @@ from pdkernels.engine import EngineFull  # noqa: E402
 from pdkernels.serve import compiling, create_app, run  # noqa: E402
 from pdkernels.serve.compiling import GrammarPool  # noqa: E402
 from pdkernels.serve.errors import Refused  # noqa: E402
+from tests.serve.clients import Chatting  # noqa: E402
 from tests.serve.test_serve_command import free_port  # noqa: E402
-from tests.serve.test_server import Chatting  # noqa: E402
 
 
 def slow(number: int) -> dict[str, Any]:

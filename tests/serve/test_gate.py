@@ -268,7 +268,7 @@ def test_a_failure_costs_a_line_of_the_log(serve: Any, error: BaseException, cap
 def app_client() -> Iterator[Any]:
     from fastapi.testclient import TestClient
 
-    from tests.serve.test_server import Chatting
+    from tests.serve.clients import Chatting
 
     model = pd.models.load("tiny-code")
     model.tokenizer = Chatting(model.tokenizer)

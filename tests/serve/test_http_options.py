@@ -17,7 +17,7 @@ from pdkernels.decoding import available, find, generate
 from pdkernels.serve.errors import in_http_words
 
 pytest.importorskip("fastapi")
-from tests.serve.test_server import Chatting
+from tests.serve.clients import Chatting
 
 CODE: dict[str, Any] = {"model": "tiny", "prompt": "import os\n", "max_tokens": 8, "temperature": 0}
 

@@ -16,8 +16,8 @@ from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, CallDelta, CallForm, C
 from pdkernels.serve.forms import _calls
 from pdkernels.serve.messages import plain
 from pdkernels.serve.thoughts import _FORMS, THINK, ThoughtForm, opened, thoughts_of
+from tests.serve.clients import client_of
 from tests.serve.test_calls import ASKED, CLOCK, WEATHER, served, shorter
-from tests.serve.test_server import client_of
 from tests.support.chat_templates import JOINED, QWEN3
 
 CALL = '<tool_call>\n{"name": "set", "arguments": {"a": "<think>"}}\n</tool_call>'
