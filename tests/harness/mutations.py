@@ -52,7 +52,7 @@ MUTATIONS = {
     "the last token of a prompt runs with its pieces": Mutation(
         "min(count, len(prompt) - 1 - self.known)",
         "min(count, len(prompt) - self.known)",
-        "engine/test_engine.py decoding/test_running_batch.py",
+        "decoding/test_running_batch.py engine/test_isolation.py",
     ),
     "a request that joins keeps the seed before it": Mutation(
         "self.steps.reseed(seed)", "self.steps.reseed(seed * 0)", "decoding/test_running_batch.py"
@@ -151,9 +151,7 @@ def found(mutation: Mutation) -> str:
         test = failed(*(f"tests/{name}" for name in mutation.tests.split()))
     finally:
         file.write_text(sound)
-    if test and failed(test):
-        raise RuntimeError(f"tests.harness.mutations: {test} fails without a planted fault too.")
-    return test
+    return test if test and not failed(test) else ""
 
 
 def main(names: list[str]) -> None:
