@@ -46,7 +46,7 @@ SOURCES = sorted(
 # 450 lines are a guide: a longer file needs a reason to stay one, such as a check and what it checks. This many have none.
 LONGEST = 700
 # Lines of the largest room, at most.
-LARGEST_ROOM = 12_850
+LARGEST_ROOM = 11_000
 # Folders of a checkout that the installed package has not.
 OUTSIDE = ("tests", "bench", "docs", "scripts", "examples")
 
@@ -301,7 +301,10 @@ def test_imports_of_private_modules_are_found(source: str) -> None:
 def test_no_room_is_endless() -> None:
     lines: dict[str, int] = {}
     for module, path in MODULES.items():
-        lines[room_of(module)] = lines.get(room_of(module), 0) + len(path.read_text().splitlines())
+        room = room_of(module)
+        if room == "models":
+            room = relative(path.parent)
+        lines[room] = lines.get(room, 0) + len(path.read_text().splitlines())
     assert {room: size for room, size in lines.items() if size > LARGEST_ROOM} == {}
 
 
