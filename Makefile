@@ -6,7 +6,9 @@ WITH := $(PYTHON) scripts/bootstrap.py --for
 # At most 4 test processes, and threads for the cores they leave.
 CORES := $(shell env -u OMP_NUM_THREADS nproc)
 WORKERS ?= $(shell echo $$(($(CORES) > 4 ? 4 : $(CORES))))
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(shell echo $$(($(CORES) > $(WORKERS) ? $(CORES) / $(WORKERS) : 1)))} \
+# Where Python may not write bytecode beside its files, every process of a test would compile torch anew.
+BYTECODE := $(if $(PYTHONDONTWRITEBYTECODE),PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/build/pycache)
+PYTEST := $(BYTECODE) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(shell echo $$(($(CORES) > $(WORKERS) ? $(CORES) / $(WORKERS) : 1)))} \
 	$(WITH) test -m pytest -n $(WORKERS) --dist worksteal
 
 CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format.clang_format())'

@@ -47,7 +47,7 @@ def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
         names = marker.kwargs.get("of", cases[0].callspec.params)
         chosen = covering([{name: case.callspec.params[name] for name in names} for case in cases], *marker.args)
         share = marker.kwargs.get("share", 1)
-        fast = set(chosen[crc32(cases[0].originalname.encode()) % share :: share])
+        fast = set(chosen[crc32(cases[0].originalname.encode()) % share :: share] or chosen)
         for number, case in enumerate(cases):
             if number not in fast:
                 case.add_marker(pytest.mark.slow)
