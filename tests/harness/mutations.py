@@ -36,21 +36,21 @@ MUTATIONS = {
         "decoding/test_jacobi_sampling.py",
     ),
     "jacobi begins a block with a shorter draft": Mutation(
-        "rest.masked_fill_(rest == 0, self.slots)",
-        "rest.masked_fill_(rest == 0, max(1, self.slots - 1))",
+        "remainder.masked_fill_(remainder == 0, self.slots)",
+        "remainder.masked_fill_(remainder == 0, max(1, self.slots - 1))",
         "decoding/test_jacobi.py",
     ),
     "linear drafts again with the noise of its first pass": Mutation(
         "self.forward += self.drafting", "self.forward += 0 * self.drafting", "decoding/test_linear_self_speculation.py"
     ),
     "rejection draws from the distance of the distributions": Mutation(
-        "rest = (p - q).clamp(min=0)", "rest = (p - q).abs()", "decoding/test_linear_self_speculation.py"
+        "residual = (p - q).clamp(min=0)", "residual = (p - q).abs()", "decoding/test_linear_self_speculation.py"
     ),
     "an end token does not end a draft": Mutation(
         "masked_fill_(verdict.ended | no_choice, 0)", "masked_fill_(no_choice, 0)", "decoding/test_usual.py"
     ),
     "the last token of a prompt runs with its pieces": Mutation(
-        "min(count, len(prompt) - 1 - self.known)", "min(count, len(prompt) - self.known)", "engine/test_engine.py"
+        "min(count, len(prompt) - 1 - self.cached)", "min(count, len(prompt) - self.cached)", "engine/test_engine.py"
     ),
     "a request that joins keeps the seed before it": Mutation(
         "self.steps.reseed(seed)", "self.steps.reseed(seed * 0)", "decoding/test_running_batch.py"
@@ -62,8 +62,8 @@ MUTATIONS = {
         "self._rows[row], self._groups = sampler, None", "self._rows[row] = sampler", "decoding/test_row_samplers.py"
     ),
     "a repeated token of the prompt counts as the prompt's alone": Mutation(
-        "prompt = self.known & (table.gather(1, ids) == 0)",
-        "prompt = self.known & ~self.generated",
+        "prompt = self.filled & (table.gather(1, ids) == 0)",
+        "prompt = self.filled & ~self.generated",
         "decoding/test_row_filters.py",
     ),
     "bad words ignore the first token of a text": Mutation(
@@ -73,13 +73,15 @@ MUTATIONS = {
         "rows.number < self.min_new_tokens", "rows.number <= self.min_new_tokens", "decoding/test_row_filters.py"
     ),
     "a stop string across two steps is missed": Mutation(
-        "longest, first = max(map(len, stops)) + 8, known", "longest, first = 0, known", "decoding/test_stop_strings.py"
+        "longest, first = max(map(len, stops)) + 8, checked",
+        "longest, first = 0, checked",
+        "decoding/test_stop_strings.py",
     ),
     "a cache keeps a page that it does not need": Mutation(
-        "kept = -(-length // self.page_size)", "kept = length // self.page_size + 1", "cache"
+        "count = -(-length // self.page_size)", "count = length // self.page_size + 1", "cache"
     ),
     "a request knows the whole prompt of an earlier one": Mutation(
-        "pages.find(text if request.left else text[:-1])", "pages.find(text)", "engine/test_engine.py"
+        "pages.find(text if request.preempted else text[:-1])", "pages.find(text)", "engine/test_engine.py"
     ),
     "recurrent states go back further than they can": Mutation(
         'not hasattr(cache, "earliest") or length >= cache.earliest(0)',
@@ -93,7 +95,7 @@ MUTATIONS = {
         "canvas.final_end = first", "canvas.final_end = last", "decoding/test_masked_options.py"
     ),
     "log-probabilities are those of the filtered model": Mutation(
-        "return logits if found is None else found", "return logits", "decoding/test_request_options.py"
+        "return logits if unfiltered is None else unfiltered", "return logits", "decoding/test_request_options.py"
     ),
     "samples of one prompt continue from the first prompt of the batch": Mutation(
         "prompt = sequence // self._count", "prompt = 0", "decoding/test_request_options.py"
