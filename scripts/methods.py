@@ -128,7 +128,7 @@ def signatures() -> str:
     settings = {setting.name: setting.type for setting in SETTINGS.values()}
     classes: dict[str, dict[str, str]] = {"Request": REQUEST}
     lines = ["", "One = DecodeResult[Tensor, str]", "Many = DecodeResult[list[Tensor], list[str]]"]
-    lines += ["", "", "class Request(TypedDict, total=False):", *_fields(settings | REQUEST)]
+    lines += ["", "class Request(TypedDict, total=False):", *_fields(settings | REQUEST)]
     calls = []
     for method in METHODS.values():
         name = "".join(part.title() for part in method.name.split("_"))
@@ -139,13 +139,13 @@ def signatures() -> str:
         )
         own = {field: kind for field, kind in fields.items() if field not in classes[base]}
         classes[name] = fields
-        lines += ["", "", f"class {name}({base}, total=False):", *_fields(own)]
+        lines += ["", f"class {name}({base}, total=False):", *_fields(own)]
         default = ' = "autoregressive"' if method.name == "autoregressive" else ""
         arguments = f'method: Literal["{method.name}"]{default}, **options: Unpack[{name}]'
         calls += [_call(prompt, arguments, result) for prompt, result in KINDS.items()]
     calls += [_call(prompt, "method: Method, **options: Any", result) for prompt, result in KINDS.items()]
     calls += [_call("Mapping[str, Any]", "method: str | Method = ..., **options: Any", "DecodeResult[Any, Any]")]
-    lines += ["", "", "class Generate(Protocol):", '    """The type of `pdkernels.decoding.generate`."""']
+    lines += ["", "class Generate(Protocol):", '    """The type of `pdkernels.decoding.generate`."""']
     return "\n".join([*lines, "", *(line for call in calls for line in call), ""])
 
 

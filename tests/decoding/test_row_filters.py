@@ -15,11 +15,12 @@ from torch import Tensor
 from pdkernels.decoding import generate
 from pdkernels.decoding.methods import METHODS
 from pdkernels.generation.filters import Filters, unpacked
-from pdkernels.generation.params import SamplingParams
+from pdkernels.generation.params import SamplingParams, names_of
 from pdkernels.generation.prefixes import Prefixes
 from pdkernels.reference import sampling as reference
 from scripts.methods import follows
 from tests.harness.sessions import FILTERS
+from tests.harness.settings import EXAMPLES
 from tests.support.base import page_sizes, seeds, streams
 from tests.support.masked import small_masked
 from tests.support.plans import example
@@ -414,25 +415,15 @@ def test_what_a_method_cannot_follow_is_refused_by_name(method: str, option: dic
         generate(example(METHODS[method]), [1, 2], method, max_new_tokens=4, **option)
 
 
-# A value of each setting that a method would have to do something for.
-ASKED: dict[str, Any] = {
-    "temperature": 0.7,
-    "top_k": 3,
-    "top_p": 0.5,
-    "min_p": 0.2,
-    "typical_p": 0.5,
-    "repetition_penalty": 1.3,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
+# A value of each setting that a method would have to do something for. Ids are those of a small vocabulary.
+IDS: dict[str, Any] = {
     "logit_bias": {3: 2.0},
     "bad_words": [[1, 2]],
-    "min_new_tokens": 2,
     "forced_tokens": {0: 3},
     "suppress_tokens": [5],
     "begin_suppress_tokens": [5],
-    "logits_processor": lambda ids, logits: logits,
-    "logprobs": 2,
 }
+ASKED = {name: IDS.get(name, EXAMPLES[name]) for name in (*names_of("draw"), *FILTERS, "logprobs")}
 
 
 @pytest.mark.parametrize("one_by_one", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -451,7 +442,3 @@ def test_the_table_of_methods_and_settings_is_true(method: str, one_by_one: bool
             run[setting] = value if expected == "yes" else [[1]]
     for settings_ in ({name: value} for name, value in run.items()) if one_by_one else (run,):
         generate(model, [2, 1], METHODS[method], **settings_, **options)
-
-
-def test_the_table_has_every_setting() -> None:
-    assert list(ASKED) == ["temperature", "top_k", "top_p", "min_p", "typical_p", *FILTERS, "logprobs"]
