@@ -129,7 +129,7 @@ def test_special_tokens_have_the_names_of_their_tokenizer(tmp_path: Path) -> Non
     model = pd.models.from_callable(
         lambda tokens: torch.nn.functional.one_hot((tokens + 1) % 4, 4).float(),
         vocab_size=4,
-        tokenizer=pd.models.tokenizers.JsonTokenizer.of(words, "words"),
+        tokenizer=pd.models.JsonTokenizer.of(words, "words"),
         end_tokens=(3,),
     )
     result = pd.decoding.generate(model, [0], max_new_tokens=2, trace=True)

@@ -451,7 +451,7 @@ def test_a_tiny_model_with_experts_is_saved_and_loaded(tmp_path: Path) -> None:
         experts=ExpertsConfig(4, 2, 16, dense_layers=(0,)),
     )  # fmt: skip
     model = models.Transformer(config).to(torch.bfloat16)
-    models.zoo.save_tiny(model, tmp_path / "one.safetensors")
+    models.checkpoints.zoo.save_tiny(model, tmp_path / "one.safetensors")
     back = models.load(tmp_path / "one.safetensors", dtype=torch.bfloat16)
     assert back.config == config
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in back.state_dict().items())

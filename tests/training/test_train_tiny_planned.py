@@ -101,7 +101,7 @@ def test_command_line(option: list[str], small: Transformer, tmp_path: Path) -> 
     import typer
 
     start, output = tmp_path / "start.safetensors", tmp_path / "made.safetensors"
-    pd.models.zoo.save_tiny(small, start)
+    pd.models.checkpoints.zoo.save_tiny(small, start)
     app = typer.Typer()
     app.command()(script.main)
     sizes = ["--steps", "2", "--tokens", "200", "--look-every", "1", "--scored", "2"]
@@ -109,7 +109,7 @@ def test_command_line(option: list[str], small: Transformer, tmp_path: Path) -> 
     assert answer.exit_code == 0, answer.output
     words = " ".join(answer.output.split())
     assert "orders right" in words and "held out" in words
-    model = pd.models.zoo._load_tiny(output, None, "cpu")
+    model = pd.models.checkpoints.zoo._load_tiny(output, None, "cpu")
     assert model.plan_tokens == (None if "--tags-removed" in option else script.PLAN_TOKENS)
     assert model.mask_token == 257
 
