@@ -30,7 +30,6 @@ suppress_warnings = ["ref.python"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # types and shapes are in the docstrings
 autodoc_default_options = {"show-inheritance": False}
-autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

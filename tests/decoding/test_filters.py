@@ -69,7 +69,7 @@ published = LlamaForCausalLM(
 
 def processed(logits: Tensor, sampler: Sampler) -> Tensor:
     """`logits` after the processors that transformers makes of the same settings."""
-    given = {name: value for name, value in sampler._asdict().items() if value is not None}
+    given = {name: value for name, value in options_of(sampler).items() if value is not None}
     config = GenerationConfig(do_sample=True, **{"top_k": 0, **given})
     processors = published._get_logits_processor(config, input_ids_seq_length=1)
     named = {"TopKLogitsWarper": sampler.top_k, "TopPLogitsWarper": sampler.top_p < 1}
@@ -80,7 +80,9 @@ def processed(logits: Tensor, sampler: Sampler) -> Tensor:
 
 
 def options_of(sampler: Sampler) -> dict[str, Any]:
-    return sampler._asdict()
+    settings = sampler._asdict()
+    del settings["top_p_rule"]  # the method's
+    return settings
 
 
 def at_a_border(logits: Tensor, sampler: Sampler) -> bool:

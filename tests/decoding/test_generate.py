@@ -108,14 +108,14 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"method": "autoregressive", "block_size": 4},
         TypeError,
-        GENERATE + "method 'autoregressive' has no option 'block_size'. It accepts: temperature, top_k, top_p, "
-        "min_p, typical_p, allow_mask_token, seed, page_size.",
+        GENERATE + "method 'autoregressive' has no option 'block_size'. It accepts: allow_mask_token, page_size, temperature, "
+        "top_k, top_p, min_p, typical_p, seed.",
     ),
     (
         {"blocksize": 4},
         TypeError,
         GENERATE + "method 'jacobi' has no option 'blocksize'. "
-        "Did you mean 'block_size'? It accepts: block_size, window, draft, temperature, top_k, top_p, min_p, typical_p, allow_mask_token, seed, page_size.",
+        "Did you mean 'block_size'? It accepts: block_size, window, draft, allow_mask_token, page_size, temperature, top_k, top_p, min_p, typical_p, seed.",
     ),
     ({"page_size": 0}, ValueError, GENERATE + "page_size must be at least 1, got 0."),
     ({"page_size": "big"}, TypeError, GENERATE + "page_size must be an int, got str."),

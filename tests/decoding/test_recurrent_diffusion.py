@@ -67,8 +67,8 @@ class WatchedWave(Wave):
 
     seen: list[tuple[int, list[int], list[int]]] = []
 
-    def step(self, rows: int, whole: bool) -> Any:
-        result = super().step(rows, whole)
+    def step(self, rows: int, full: bool) -> Any:
+        result = super().step(rows, full)
         self.seen.append((rows, self._cache.lengths.tolist(), self.width.tolist()))
         return result
 

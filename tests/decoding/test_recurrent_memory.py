@@ -53,10 +53,10 @@ def watch(past: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[A
         return cache
 
     class Logged(Wave):
-        def step(self, rows: int, whole: bool) -> Any:
-            log.begin((rows, whole))
+        def step(self, rows: int, full: bool) -> Any:
+            log.begin((rows, full))
             widths.append(rows)
-            return super().step(rows, whole)
+            return super().step(rows, full)
 
     with monkeypatch.context() as patch:
         patch.setattr(RecurrentDepth, "new_cache", long_cache)

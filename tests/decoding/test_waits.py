@@ -13,7 +13,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from tests.decoding.test_devices import CASES, MASKED, PROMPTS, RELEASED, found, label, request
+from tests.decoding.test_devices import CASES, MASKED, PROMPTS, label, request
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
 from tests.support.drafters import with_drafters
 from tests.support.plans import END, planning_model
@@ -44,7 +44,7 @@ def on_gpu(name: str, drafters: bool = False) -> Any:
 
 
 def watched(method: str | pd.decoding.Method, options: dict[str, Any]) -> tuple[list[str], pd.decoding.DecodeStats]:
-    known = found(method)
+    known = pd.decoding.find(method)
     model, (prompts, limit) = on_gpu(known.example, "drafter" in known.requires), request(known)
     with waits(model.embedding) as log:
         stats = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, **options).stats
@@ -54,7 +54,7 @@ def watched(method: str | pd.decoding.Method, options: dict[str, Any]) -> tuple[
 @pytest.mark.covering(of=["method"], share=3)
 @pytest.mark.parametrize(  # of planning methods the last test here is the fast one
     ("method", "options"),
-    [*STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in (("planned", {}), *RELEASED))],
+    [*STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in (("planned", {}),))],
     ids=label,
 )
 def test_one_read_of_the_device_per_step(method: str | pd.decoding.Method, options: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def test_one_read_of_the_device_per_step(method: str | pd.decoding.Method, optio
     whole = method == "recurrent_self_speculation" or (method == "linear_self_speculation" and not passes)
     steps = max(map(len, stats.accepted)) if whole else stats.forwards - 1
     # A canvas keeps the trace of its forwards on the device until it is full.
-    record = found(method).example == MASKED or method == "fast_dllm_v2"
+    record = pd.decoding.find(method).example == MASKED or method == "fast_dllm_v2"
     assert log.count("read") <= 1 + steps + record
     between = [log[here:there].count("read") for here, there in pairwise(forwards)]
     assert max(between) == 1 and log[forwards[-1] :].count("read") <= 1 + record
@@ -101,7 +101,7 @@ def test_adaptive_exits_read_the_device_once_per_check(options: dict[str, Any], 
     log, stats = watched(method, {**options, "end_tokens": ends})
     traced = watched(method, {**options, "end_tokens": ends, "trace": True})[1]
     assert stats.forwards == traced.forwards and stats.recurrences == traced.recurrences
-    assert (stats.forwards < request(found(method))[1]) == stops
+    assert (stats.forwards < request(pd.decoding.find(method))[1]) == stops
     # A batch has as many checks of a token as its most demanding sequence.
     looked = [[sum(map(math.isfinite, step.values)) for step in steps] for steps in traced.trace]
     checks = [max(counts[n] for counts in looked if n < len(counts)) for n in range(stats.forwards - 1)]

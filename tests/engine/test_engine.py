@@ -118,7 +118,7 @@ def arrivals(name: str, seed: int, count: int, **more: Any) -> EngineMetrics:
         one.compare(model)
     if (pages := engine._memory.shared_pages) is not None:
         # Earlier texts hold a page each, and nobody else any.
-        assert metrics.used_pages == len(pages._known) and metrics.shared_pages == 0
+        assert metrics.used_pages == len(pages._cached) and metrics.shared_pages == 0
     return metrics
 
 
@@ -175,7 +175,7 @@ def test_a_batch_has_settings_for_each_of_its_requests() -> None:
     with Engine(model, max_running=4, max_batches=1, max_new_tokens=30) as engine:
         first = engine.submit("import os\n", max_new_tokens=30, end_tokens=(), on_tokens=lambda *_: told.wait(60))
         handles = [engine.submit("def f(", max_new_tokens=12, end_tokens=(), seed=4, **kind) for kind in kinds]
-        with pytest.raises(ValueError, match="decoding.autoregressive: top_p must be in 0"):
+        with pytest.raises(ValueError, match="Engine.submit: top_p must be in 0"):
             engine.submit("def f(", max_new_tokens=12, temperature=1.0, top_p=2.0)
         told.set()
         for handle, kind in zip(handles, kinds, strict=True):
