@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import pdkernels as pd
 from bench import bench_grouped_linear, report
 from pdkernels import cli, decoding
 from scripts import methods
@@ -89,6 +90,19 @@ def test_tables_are_the_committed_results(page: Path, tmp_path: Path) -> None:
 def test_no_table_is_empty(page: Path) -> None:
     assert not re.search(r"^\|[ :|-]+\|\n(?!\|)", page.read_text(), re.MULTILINE), "a head without rows"
     assert not re.search(r"<!-- bench:[^>]+ -->\s*<!-- /bench -->", page.read_text()), "nothing between the marks"
+
+
+def test_families_of_checkpoints_are_named_wherever_they_are_listed() -> None:
+    """The first name of each row of the table, without the size or the minor version of a model."""
+    page = (ROOT / "docs" / "checkpoints.md").read_text().partition("```")[0]
+    table = re.findall(r"^\| `\w+`.*? \| ([^|,(]+)", page, re.MULTILINE)
+    families = {re.split(r"[ -]\d|\.0| \(| $", name)[0].strip() for name in table}
+    assert {"Qwen2", "MiMo", "LLaDA2", "Huginn"} < families
+    pages = {"docs/index.md": (ROOT / "docs" / "index.md").read_text(), "load": pd.models.load.__doc__ or ""}
+    pages = {place: " ".join(text.split()) for place, text in pages.items()}
+    assert {place: sorted(name for name in families if name not in text) for place, text in pages.items()} == {
+        place: [] for place in pages
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

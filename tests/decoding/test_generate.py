@@ -108,7 +108,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"method": "autoregressive", "block_size": 4},
         TypeError,
-        GENERATE + "method 'autoregressive' has no option 'block_size'. It accepts: allow_mask_token, page_size, temperature, "
+        GENERATE
+        + "method 'autoregressive' has no option 'block_size'. It accepts: allow_mask_token, page_size, temperature, "
         "top_k, top_p, min_p, typical_p, seed.",
     ),
     (
