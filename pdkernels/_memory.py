@@ -94,11 +94,14 @@ def moved(tensor: Tensor, dtype: torch.dtype, device: torch.device | str) -> Ten
 
 
 def buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, for compiled code.
+    """The bytes of a contiguous tensor on the CPU, for compiled code. Inside torch.func.grad and jvp they are those
+    of the tensor that is followed there.
 
     >>> buffer(torch.tensor([1, 2], dtype=torch.uint8)).tolist()
     [1, 2]
     """
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     setattr(memory, "tensor", tensor)  # noqa: B010 - it lives as long as its bytes are looked at
     return memoryview(memory).cast("B")

@@ -36,6 +36,7 @@ MODULES = (
     "_native",
     "_philox",
     "_python",
+    "_quantized_formats",
     "_recurrent_state",
     "_structures",
     "_validation",

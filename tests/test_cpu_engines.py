@@ -120,18 +120,18 @@ def test_vllm_has_an_engine_for_each_kind_and_its_steps_are_counted(monkeypatch:
     class Engine:
         def __init__(self, folder: str, **options: Any) -> None:
             made.append(options)
-            self.llm_engine, self.preempted = self, 0
+            self.llm_engine, self.steps_left = self, 0
 
         def add_request(self, name: str, prompt: dict[str, list[int]], settings: dict[str, Any]) -> None:
-            self.left, self.size = 3, settings["max_tokens"]
+            self.steps_left, self.size = 3, settings["max_tokens"]
             assert prompt == {"prompt_token_ids": [5, 6]} and settings["temperature"] == 0
 
         def has_unfinished_requests(self) -> bool:
-            return self.preempted > 0
+            return self.steps_left > 0
 
         def step(self) -> list[Any]:
-            self.preempted -= 1
-            ids = tuple(range(self.size if self.preempted == 0 else 1))
+            self.steps_left -= 1
+            ids = tuple(range(self.size if self.steps_left == 0 else 1))
             return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids)])]
 
     class Platform:

@@ -67,6 +67,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "pdkernels/serve/page.html",
         "pdkernels/py.typed",
         "pdkernels/_host.pyi",
+        "pdkernels/decoding/signatures.pyi",
     }
     assert contents(wheel) == expected
     assert any(name.endswith(".safetensors") for name in expected)

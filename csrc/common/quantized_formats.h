@@ -4,6 +4,8 @@
 // A format of a kind that is here takes one line of `kQuantizedFormats`. A new kind takes its lines in the first three
 // tables, its blocks in host/gguf_blocks.h, and what is new about its numbers in the kernels of each device
 // (cpu/simd/quantized_linear.cpp, cuda/quantized_linear.cu, pdkernels/triton/quantized_linear.py).
+//
+// The tables are each translation unit's own: what is compiled for a vector level shares no symbol with another level.
 #pragma once
 
 #include "common/platform.h"
@@ -23,7 +25,7 @@ struct QuantizedScales {
   bool halves;      // multiples are signed, of the scale alone, for each half of a block
 };
 
-inline constexpr QuantizedScales kQuantizedScales[] = {
+constexpr QuantizedScales kQuantizedScales[] = {
     // in the order of `Kind`
     {"half", 1, 2, false, false, 0, false},      {"half_min", 1, 2, true, false, 0, false},
     {"super", 8, 2, true, false, 16, false},     {"super16", 8, 2, false, false, 16, true},
@@ -37,7 +39,7 @@ struct QuantizedKind {
   int bits;
 };
 
-inline constexpr QuantizedKind kQuantizedKinds[] = {
+constexpr QuantizedKind kQuantizedKinds[] = {
     {QuantizedScales::kHalf, 4},      {QuantizedScales::kHalf, 5},      {QuantizedScales::kHalf, 8},
     {QuantizedScales::kHalfMin, 4},   {QuantizedScales::kHalfMin, 5},   {QuantizedScales::kSuper, 4},
     {QuantizedScales::kSuper, 5},     {QuantizedScales::kSuper16, 6},   {QuantizedScales::kFloat, 4},
@@ -53,14 +55,14 @@ struct QuantizedFormat {
   int group_bytes;  // of a group in a file
 };
 
-inline constexpr QuantizedFormat kQuantizedFormats[] = {
+constexpr QuantizedFormat kQuantizedFormats[] = {
     {"Q8_0", QuantizedScales::kHalf, 8, 34},    {"Q4_0", QuantizedScales::kHalf, 4, 18},
     {"Q4_1", QuantizedScales::kHalfMin, 4, 20}, {"Q5_0", QuantizedScales::kHalf, 5, 22},
     {"Q5_1", QuantizedScales::kHalfMin, 5, 24}, {"Q4_K", QuantizedScales::kSuper, 4, 144},
     {"Q5_K", QuantizedScales::kSuper, 5, 176},  {"Q6_K", QuantizedScales::kSuper16, 6, 210},
 };
 
-inline constexpr int kQuantizedKindCount = sizeof(kQuantizedKinds) / sizeof(QuantizedKind);
+constexpr int kQuantizedKindCount = sizeof(kQuantizedKinds) / sizeof(QuantizedKind);
 
 // Calls body.operator()<scales, bits>() for the kind with these, if there is one.
 template <int number = 0, class Body>

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from torch._subclasses import FakeTensorMode
 import pdkernels as pd
 from pdkernels import masks
 from pdkernels._attention import SpeculativeArguments
-from pdkernels.ops import _speculative as module
 from tests.ops.attention_cases import backend, kernels, on_device
 from tests.ops.speculative_cases import OP, in_pages, make_inputs, raw
 from tests.support.errors import kind_of
+
+module: Any = importlib.import_module("pdkernels.ops.speculative_attention")
 
 __all__ = ["backend", "kernels"]  # fixtures
 
