@@ -1,6 +1,6 @@
-// A mixture of experts in place of the MLP of a layer, for the CPU: the kernels that pdkernels/models/architectures/experts.py calls,
-// and PyTorch's own where it calls those, in the same order, so that results have the same bits. It is a part of
-// transformer_layers_.
+// A mixture of experts in place of the MLP of a layer, for the CPU: the kernels that
+// pdkernels/models/architectures/experts.py calls, and PyTorch's own where it calls those, in the same order, so that
+// results have the same bits. It is a part of transformer_layers_.
 #pragma once
 
 #include <variant>
