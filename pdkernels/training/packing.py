@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_choice, check_index, check_type, integer
+from pdkernels._validation import check, check_choice, check_flag, check_index, check_type, integer
 from pdkernels.masks import SegmentMask, dual_stream, noise_aware_causal, pack
 from pdkernels.masks.jacobi import Conditioning, Layout
 
@@ -64,7 +64,7 @@ class DualStreamSample(NamedTuple):
     masked, such as those of an image, need no row. The noisy rows of a block do not see tokens of the block that have
     none."""
     prefix_len: int = 0
-    """Tokens before the first block, such as a prompt. They have no noisy rows, and all blocks see them."""
+    """Tokens before the first block: a prompt. They have no noisy rows, and all blocks see them."""
 
 
 class DualStreamBatch(NamedTuple):
@@ -77,7 +77,8 @@ class DualStreamBatch(NamedTuple):
     mask: SegmentMask
     """(length, length); pass its ``plan()`` to attention."""
     ar_rows: Tensor
-    """(n,) clean rows whose logits the autoregressive loss reads: all but the last of each sample."""
+    """(n,) clean rows whose logits the autoregressive loss reads: those before a token of the answer, or of the sample
+    with `prompt_labels`."""
     ar_labels: Tensor
     """(n,) the ids they predict, those of the next row."""
     masked_rows: Tensor
@@ -183,6 +184,7 @@ def pack_dual_stream(
     *,
     pad_token: int = 0,
     clean: Literal["causal", "block"] = "causal",
+    prompt_labels: bool = False,
 ) -> DualStreamBatch:
     """Packs samples, each as a noisy and a clean copy, masked from each other.
 
@@ -193,17 +195,20 @@ def pack_dual_stream(
         length: total tokens, padded with `pad_token`; None: those of both copies.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
         clean: as in `pdkernels.masks.dual_stream`.
+        prompt_labels: whether the autoregressive loss reads the tokens of `prefix_len` as well. It does not in the
+            paper's supervised fine-tuning (section 5.2): the loss, and so its normaliser, is of the answers alone.
 
     Returns:
         A batch of one packed sequence, the noisy copy of each sample before its clean one. Where whole blocks are left
-        out of the noisy copy, as a prefix of whole blocks is, both losses are those of the full layout.
+        out of the noisy copy, as a prefix of whole blocks is, both losses are those of the full layout, with
+        `prompt_labels` if there is a prefix.
 
     Raises:
         ValueError: shapes that do not match, a probability outside (0, 1], more tokens than `length`, a masked token
             without a noisy row.
-        TypeError: other samples, ids that are not int32 or int64, `masked` that is not bool.
+        TypeError: other samples, ids that are not int32 or int64, `masked` or `prompt_labels` that is not bool.
 
-    Source: Nemotron-Labs-Diffusion, training objective and released code; Block Diffusion (BD3-LM).
+    Source: Nemotron-Labs-Diffusion, training objective, section 5.2 and released code; Block Diffusion (BD3-LM).
 
     Example:
         >>> import torch
@@ -216,8 +221,11 @@ def pack_dual_stream(
         ([3, 4], [6, 7])
         >>> batch.masked_rows.tolist(), batch.masked_labels.tolist(), batch.masked_weights.tolist()
         ([1, 2], [6, 7], [2.0, 2.0])
+        >>> pack_dual_stream([sample._replace(prefix_len=2, masked=torch.arange(3) == 2)], 2, 9).ar_labels.tolist()
+        [7]
     """
     op = "training.pack_dual_stream"
+    check_flag(op, "prompt_labels", prompt_labels)
     integer(op, "pad_token", pad_token, 0)
     integer(op, "mask_token", mask_token, 0)
     masks, tokens, rows, weights = [], [], [], []
@@ -235,7 +243,8 @@ def pack_dual_stream(
         tokens.append(torch.cat([ids.masked_fill(masked, mask_token)[noisy], ids]))
         stream = torch.arange(len(noisy), len(noisy) + count, device="cpu")
         hidden = masked[noisy].nonzero()[:, 0]
-        rows.append((stream[:-1], stream[1:], hidden, stream[noisy[hidden]]))
+        first = 1 if prompt_labels else max(sample.prefix_len, 1)  # nothing predicts the first token of a sample
+        rows.append((stream[first - 1 : -1], stream[first:], hidden, stream[noisy[hidden]]))
         weights.append(torch.full((len(hidden),), 1 / sample.p_mask, dtype=torch.float32, device="cpu"))
     packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, masked_rows, sources = _shifted(rows, masks)

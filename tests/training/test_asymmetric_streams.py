@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +41,7 @@ def test_whole_blocks_leave_without_a_trace(seed: int, blocks: list[bool], last:
     small = full._replace(noisy=noisy, prefix_len=min(count, BLOCK * prefix))
     other = sample(seed + 1, 6, torch.ones(6, dtype=torch.bool))
     (expected, gradients), (actual, ours) = (
-        losses(pack_dual_stream([first, other], BLOCK, MASK)) for first in (full, small)
+        losses(pack_dual_stream([first, other], BLOCK, MASK, prompt_labels=True)) for first in (full, small)
     )
     assert actual == pytest.approx(expected, rel=1e-12)
     for a, b in zip(ours, gradients, strict=True):
@@ -70,3 +72,25 @@ def test_what_is_refused() -> None:
         pack_dual_stream([DualStreamSample(ids, masked, 0.5, prefix_len=7)], 2, MASK)
     with pytest.raises(TypeError, match="noisy must be a bool tensor"):
         pack_dual_stream([DualStreamSample(ids, masked, 0.5, noisy=ids)], 2, MASK)
+    with pytest.raises(TypeError, match="prompt_labels must be a bool"):
+        pack_dual_stream([DualStreamSample(ids, masked, 0.5)], 2, MASK, prompt_labels=1)  # type: ignore[arg-type]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 99), st.integers(1, 20), st.integers(0, 20), st.integers(1, 20))
+def test_the_loss_is_of_answers_alone(seed: int, count: int, prompt: int, other: int) -> None:
+    """Nemotron-Labs-Diffusion, 5.2. The mean over the answers of all samples, from the whole layout's own logits."""
+    prompt = min(prompt, count)
+    first = sample(seed, count, torch.arange(count) >= prompt)._replace(prefix_len=prompt)
+    second = sample(seed + 1, other, torch.ones(other, dtype=torch.bool))
+    batch = pack_dual_stream([first, second], BLOCK, MASK)
+    assert batch.ar_labels.tolist() == [*first.clean[max(prompt, 1) :].tolist(), *second.clean[1:].tolist()]
+    assert torch.equal(batch.tokens[batch.ar_rows + 1], batch.ar_labels)  # a row predicts the next one
+    logits = torch.zeros(len(batch.tokens), 13, dtype=torch.float64)
+    loss = dual_stream_loss(logits[batch.ar_rows], logits[batch.masked_rows], batch)
+    answers = len(batch.ar_labels) + int(first.masked.sum() + second.masked.sum())
+    assert float(loss.autoregressive) == pytest.approx(math.log(13) * len(batch.ar_labels) / max(answers, 1))
+    prompts_too = pack_dual_stream([first, second], BLOCK, MASK, prompt_labels=True)
+    assert prompts_too.ar_labels.tolist() == [*first.clean[1:].tolist(), *second.clean[1:].tolist()]
+    for name in ("tokens", "positions", "masked_rows", "masked_labels", "masked_weights"):
+        assert torch.equal(getattr(batch, name), getattr(prompts_too, name))
