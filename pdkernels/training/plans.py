@@ -14,8 +14,12 @@ separated by ``<sync/>``: the text after it may read the text before it, while c
 parallel without seeing each other. The optional number is the chunk's length in units of tokens. White space is ignored
 between tags and kept within chunks.
 
-Source: Planned Diffusion, section 4 (control tags) and appendix A; the plan comes first, as in its released training
-code.
+Annotated data have no plan: a chunk carries its topic and its length in tokens, from which the plan is made::
+
+    <async topic="what it is" tokens="20">A kernel is a function that runs on many cores.</async>
+
+Source: Planned Diffusion, section 4 (control tags, fine-tuning dataset) and appendix A; the plan comes first, as in its
+released training code.
 """
 
 from __future__ import annotations
@@ -24,15 +28,17 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from pdkernels._validation import check, check_type, message
+from pdkernels._validation import check, check_type, integer, message
 from pdkernels.models.text.tokenizers import Tokenizer
 from pdkernels.training.planned import PlanItem, PlannedSample
 
 __all__ = ["Item", "PlanError", "Round", "as_sample", "format", "parse", "without_syncs", "without_topics"]
 
-_TAG = re.compile(r"(?:<promise>-)?<topic>|</topic>|<async>|</async>|<sync/>")
+_TAG = re.compile(r"(?:<promise>-)?<topic>|</topic>|<async(?P<attributes>\s[^<>]*)?>|</async>|<sync/>")
+_ATTRIBUTE = re.compile(r'\s*(topic|tokens)="([^"]*)"\s*')
 _PADS = re.compile(r"(?:\s*\[PAD\])+\s*$")
 _MAX = 99
+_MAX_WORDS = 3  # of a topic
 
 
 class Item(NamedTuple):
@@ -64,7 +70,8 @@ class _Piece(NamedTuple):
     start: int
     text: str
     tag: str
-    """Without "<promise>-"; empty for text."""
+    """Without "<promise>-" and attributes; empty for text."""
+    attributes: str = ""
 
 
 class _Reader:
@@ -77,7 +84,9 @@ class _Reader:
         end = 0
         for match in _TAG.finditer(self.text):
             yield _Piece(end, self.text[end : match.start()], "")
-            yield _Piece(match.start(), match[0], match[0].removeprefix("<promise>-"))
+            attributes = match["attributes"] or ""
+            tag = "<async>" if attributes else match[0].removeprefix("<promise>-")
+            yield _Piece(match.start(), match[0], tag, attributes)
             end = match.end()
         yield _Piece(end, self.text[end:], "")
 
@@ -102,6 +111,12 @@ class _Reader:
     def start(self) -> int:
         return self.pieces[self.next].start if self.next < len(self.pieces) else len(self.text)
 
+    @property
+    def attributes(self) -> str:
+        """Those of the next tag."""
+        self.blank()
+        return self.pieces[self.next].attributes if self.next < len(self.pieces) else ""
+
     def element(self, opening: str, closing: str) -> tuple[str, int]:
         """The text between two tags, and where it starts. The first tag is known to come next."""
         opened = self.start()
@@ -119,35 +134,42 @@ class _Reader:
         return content, start
 
 
-def parse(text: str) -> tuple[Round, ...]:
+def parse(text: str, *, unit: int = 10) -> tuple[Round, ...]:
     """The rounds of a text with tags.
 
     Checks balance (each tag is closed), overlap (no tag inside another), coverage (no words outside chunks and plans),
-    ranges (numbers from 1 to 99, topics that are not empty), and that each plan has as many items as chunks.
+    ranges (numbers from 1 to 99, topics of one to three words), and that each plan has as many items as chunks.
 
     Args:
         text: in the format at the top of this module. ``<promise>-<topic>``, as the released models spell it, is read
             as ``<topic>``; ``[PAD]`` at the end of a chunk is dropped.
+        unit: the tokens that a number stands for, `PlanTokens.unit` of the model. A length in tokens is rounded up to
+            whole units.
 
     Raises:
         PlanError: a text that breaks the rules, with line and column; it is a ValueError.
-        TypeError: not a str.
+        TypeError: not a str, or a unit that is not an int.
+        ValueError: a unit below 1.
 
-    Source: Planned Diffusion, section 4, "fine-tuning dataset". The released check covers only balance and nesting.
+    Source: Planned Diffusion, section 4.2, "fine-tuning dataset", and appendix A. The released check covers only
+    balance and nesting.
 
     Example:
         >>> from pdkernels.training import plans
         >>> plans.parse("<topic>a 1</topic><async>x y</async><sync/><topic>b</topic><async>z</async>")
         ((Item(topic='a', content='x y', number=1),), (Item(topic='b', content='z', number=None),))
+        >>> plans.parse('<async topic="a" tokens="15">x y</async>')
+        ((Item(topic='a', content='x y', number=2),),)
         >>> plans.parse("<topic>a 1</topic>\\n<async>x</async> y")
         Traceback (most recent call last):
         pdkernels.training.plans.PlanError: pdkernels.training.plans.parse: text must have all words inside of <async>
         or <topic>, got 'y' at line 2, column 18.
     """
     check_type(isinstance(text, str), "training.plans.parse", "text", "be a str", type(text).__name__)
+    integer("training.plans.parse", "unit", unit, 1)
     reader, rounds = _Reader(text), []
     while True:
-        rounds.append(_round(reader))
+        rounds.append(_annotated(reader, unit) if reader.attributes else _round(reader))
         if reader.peek() != "<sync/>":
             break
         reader.next += 1
@@ -167,6 +189,8 @@ def _round(reader: _Reader) -> Round:
     contents: list[str] = []
     while reader.peek() == "<async>":
         opened = reader.start()
+        if reader.attributes:
+            reader.fail("have attributes in chunks without a plan only", reader.attributes.strip(), opened)
         if len(contents) == len(plan):
             reader.fail("have a <topic> for every chunk", f"chunk {len(plan) + 1} of {len(plan)}", opened)
         contents.append(_PADS.sub("", reader.element("<async>", "</async>")[0]))
@@ -174,6 +198,39 @@ def _round(reader: _Reader) -> Round:
         topic, _, opened = plan[len(contents)]
         reader.fail("have a chunk for every <topic>", f"none for {topic!r}", opened)
     return tuple(Item(topic, content, number) for (topic, number, _), content in zip(plan, contents, strict=True))
+
+
+def _annotated(reader: _Reader, unit: int) -> Round:
+    """Chunks that carry their item of the plan as attributes."""
+    items = []
+    while reader.peek() == "<async>":
+        opened, attributes = reader.start(), reader.attributes
+        start = opened + len("<async")
+        fields, end = dict[str, tuple[str, int]](), 0
+        while end < len(attributes):
+            match = _ATTRIBUTE.match(attributes, end)
+            if match is None or match[1] in fields:
+                reader.fail('have topic=".." and tokens=".." once in <async>', attributes[end:].strip(), start + end)
+            fields[match[1]], end = (match[2], start + match.start(2)), match.end()
+        topic, place = fields.get("topic", ("", opened))
+        tokens, number = fields.get("tokens"), None
+        if tokens is not None:
+            most = _MAX * unit
+            number = -(-int(tokens[0]) // unit) if re.fullmatch("[0-9]{1,9}", tokens[0]) else 0
+            if not 1 <= number <= _MAX:
+                reader.fail(f"have tokens from 1 to {most}", repr(tokens[0]), tokens[1])
+        content = _PADS.sub("", reader.element("<async>", "</async>")[0])
+        items.append(Item(_topic(reader, topic, place), content, number))
+    return tuple(items)
+
+
+def _topic(reader: _Reader, text: str, start: int) -> str:
+    topic = text.strip()
+    if not topic:
+        reader.fail("name a topic in every item", "none", start)
+    if len(topic.split()) > _MAX_WORDS:
+        reader.fail(f"have topics of at most {_MAX_WORDS} words", repr(topic), start + text.index(topic))
+    return topic
 
 
 def _item(reader: _Reader, text: str, start: int) -> tuple[str, int | None]:
@@ -184,10 +241,7 @@ def _item(reader: _Reader, text: str, start: int) -> tuple[str, int | None]:
         if not 1 <= number <= _MAX:
             reader.fail(f"have numbers from 1 to {_MAX}", fields[-1], start + text.rindex(fields[-1]))
         text = fields[0] if len(fields) == 2 else ""
-    topic = text.strip()
-    if not topic:
-        reader.fail("name a topic in every item", "none", start)
-    return topic, number
+    return _topic(reader, text, start), number
 
 
 def format(rounds: Iterable[Sequence[Item]]) -> str:
@@ -197,8 +251,8 @@ def format(rounds: Iterable[Sequence[Item]]) -> str:
         rounds: items without tags in their texts.
 
     Raises:
-        ValueError: no rounds, a round without items, an empty topic, one with a tag or a line feed, or, where no number
-            follows it, one that ends with a number; a content with a tag, or with ``[PAD]`` at its end; a number
+        ValueError: no rounds, a round without items, an empty topic, one of more than three words, one with a tag or a
+            line feed, or, where no number follows it, one that ends with a number; a content with a tag, or with ``[PAD]`` at its end; a number
             outside 1 .. 99.
         TypeError: something that is not an `Item`.
 
@@ -224,6 +278,7 @@ def format(rounds: Iterable[Sequence[Item]]) -> str:
             check(bool(topic) and topic == topic.strip() and "\n" not in topic, op, "topic", "be words", repr(topic))
             check(not _TAG.search(topic + "\n" + content), op, "topic and content", "hold no tags", repr(item))
             check(not _PADS.search(content), op, "content", "not end with [PAD]", repr(content))
+            check(len(topic.split()) <= _MAX_WORDS, op, "topic", f"have at most {_MAX_WORDS} words", repr(topic))
             last = topic.split()[-1]
             clear = number is not None or not (last.isascii() and last.isdigit())
             check(clear, op, "topic", "not end with a number where none follows it", repr(topic))

@@ -46,6 +46,24 @@ def test_any_text_is_read_or_refused(parts: list[str]) -> None:
         assert plans.parse(plans.format(rounds)) == rounds
 
 
+def test_chunks_with_attributes_are_the_same_rounds() -> None:
+    """Planned Diffusion, 4.2: the paper's annotations, written as plans."""
+    text = """
+        <async topic="definition" tokens="30">A kernel is a program.</async>
+        <async tokens="31" topic="two  more">[PAD] x[PAD]</async>
+        <sync/>
+        <async topic="use">y</async> <sync/> <topic>end 2</topic><async>z</async>"""
+    rounds = (
+        (Item("definition", "A kernel is a program.", 3), Item("two  more", "[PAD] x", 4)),
+        (Item("use", "y", None),),
+        (Item("end", "z", 2),),
+    )
+    assert plans.parse(text) == plans.parse(plans.format(rounds)) == rounds
+    assert [item.number for item in plans.parse(text, unit=1)[0]] == [30, 31]
+    with pytest.raises(ValueError, match="unit must be 1 or more, got 0"):
+        plans.parse(text, unit=0)
+
+
 def test_the_released_spelling_and_pads() -> None:
     text = "<promise>-<topic>list part 10 3</topic><async>one [PAD] two[PAD][PAD]\n[PAD]</async>"
     assert plans.parse(text) == ((Item("list part 10", "one [PAD] two", 3),),)
@@ -72,6 +90,27 @@ def test_the_released_spelling_and_pads() -> None:
         ("<topic>a 0</topic><async>x</async>", 1, 10, "have numbers from 1 to 99, got 0"),
         ("<topic>a 100</topic><async>x</async>", 1, 10, "have numbers from 1 to 99, got 100"),
         ("<topic> 7 </topic><async>x</async>", 1, 8, "name a topic in every item, got none"),
+        (
+            "<topic> one two three four 2</topic><async>x</async>",
+            1,
+            9,
+            "topics of at most 3 words, got 'one two three f",
+        ),
+        ('<async topic="a b c d" tokens="10">x</async>', 1, 15, "have topics of at most 3 words, got 'a b c d'"),
+        ('<async topic="a" tokens="0">x</async>', 1, 26, "have tokens from 1 to 990, got '0'"),
+        ('<async topic="a" tokens="991">x</async>', 1, 26, "have tokens from 1 to 990, got '991'"),
+        ('<async topic="a" tokens="many">x</async>', 1, 26, "have tokens from 1 to 990, got 'many'"),
+        ('<async topic="a" size="9">x</async>', 1, 18, 'tokens=".." once in <async>, got size="9"'),
+        ('<async topic="a" topic="b">x</async>', 1, 18, 'once in <async>, got topic="b"'),
+        ('<async tokens="9">x</async>', 1, 1, "name a topic in every item, got none"),
+        ('<async topic="a">x</async><async>y</async>', 1, 27, "name a topic in every item, got none"),
+        (
+            '<topic>a</topic><async topic="a">x</async>',
+            1,
+            17,
+            'attributes in chunks without a plan only, got topic="a"',
+        ),
+        ('<async topic="a">x</async><topic>a</topic>', 1, 27, "<sync/> between two rounds"),
     ],
 )
 def test_broken_rules(text: str, line: int, column: int, words: str) -> None:
@@ -90,6 +129,8 @@ def test_broken_rules(text: str, line: int, column: int, words: str) -> None:
         ("topic must be words", [[Item(" a", "x")]]),
         ("topic must not end with a number where none follows it, got 'part 2'", [[Item("part 2", "x")]]),
         ("topic and content must hold no tags", [[Item("a", "x<sync/>")]]),
+        ("topic and content must hold no tags", [[Item("a", '<async topic="b">')]]),
+        ("topic must have at most 3 words, got 'a b c d'", [[Item("a b c d", "x")]]),
         ("content must not end with [PAD]", [[Item("a", "x[PAD]")]]),
         ("number must lie in 1 .. 99, got 0", [[Item("a", "x", 0)]]),
     ],
