@@ -12,7 +12,6 @@ Source: Geiping et al., "Scaling up test-time compute with latent reasoning", se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -26,8 +25,8 @@ from train_tiny_code import score as score_of
 from training_run import Output, Resume, Run, Score, console, save
 
 from pdkernels.models import ByteTokenizer
-from pdkernels.models.architectures.recurrent_depth import STATE_STD, RecurrentDepth, RecurrentDepthConfig
-from pdkernels.training import Problem, arithmetic, as_ids, standard_library
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
+from pdkernels.training import Problem, arithmetic, as_ids, draw_recurrences, standard_library, unrolled_logits
 
 CONFIG = RecurrentDepthConfig(
     vocab_size=ByteTokenizer.vocab_size,
@@ -41,18 +40,10 @@ CONFIG = RecurrentDepthConfig(
     mean_recurrence=16,
     max_positions=512,
 )
-SPREAD = 0.5
-"""Standard deviation of the logarithm of the mean number of recurrences."""
 KEPT = (2, 4)
 """Recurrences with a graph, the last ones: in the first half of the training, and in the second."""
 SHOWN = (1, 2, 4, 8, 16)
 """Recurrences at which the model is looked at."""
-
-
-def recurrences(mean: float, generator: torch.Generator) -> int:
-    """A draw from the log-normal Poisson distribution of this mean, at least 1."""
-    rate = math.exp(SPREAD * float(torch.randn((), generator=generator)) - SPREAD**2 / 2) * max(mean - 1, 0)
-    return 1 + int(torch.poisson(torch.tensor(rate), generator=generator))
 
 
 def loss_of(
@@ -60,17 +51,7 @@ def loss_of(
 ) -> Tensor:
     """Mean loss in nats of the next bytes that are `counted`, after `steps` recurrences with a graph of the last `kept`."""
     tokens, targets = windows[:, :-1], windows[:, 1:]
-    context = model.context(tokens.shape[1])
-    embedding = model.prelude(tokens, context)
-    term = model.embedding_term(embedding)
-    state = torch.empty_like(embedding, requires_grad=False)
-    torch.nn.init.trunc_normal_(state, std=STATE_STD, a=-3 * STATE_STD, b=3 * STATE_STD, generator=generator)
-    with torch.no_grad():
-        for _ in range(steps - kept):
-            state = model.core(state, term, context)
-    for _ in range(min(steps, kept)):
-        state = model.core(state, term, context)
-    logits = model.coda(state, context)
+    logits = unrolled_logits(model, tokens, steps, generator, backward_recurrences=kept)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * counted.flatten()).sum() / counted.sum()
 
@@ -146,7 +127,7 @@ def main(
         done = number / steps
         mean = 1 + (CONFIG.mean_recurrence - 1) * min(1.0, 2 * done)
         rows, counted = next(data)
-        loss = loss_of(model, rows, counted, recurrences(mean, generator), KEPT[done >= 0.5], generator)
+        loss = loss_of(model, rows, counted, draw_recurrences(mean, generator), KEPT[done >= 0.5], generator)
         return loss, {"loss": loss.item()}
 
     def look() -> str:

@@ -45,6 +45,7 @@ from pdkernels.training.trajectories import (
     noise_ratios,
     noiseless_sample,
 )
+from pdkernels.training.unrolling import draw_recurrences, unrolled_logits
 
 __all__ = [
     "Chains",
@@ -79,6 +80,7 @@ __all__ = [
     "draw_anchors",
     "draw_chunk_masks",
     "draw_masks",
+    "draw_recurrences",
     "dual_stream_loss",
     "dual_stream_terms",
     "eagle_loss",
@@ -100,5 +102,6 @@ __all__ = [
     "score_steps",
     "standard_library",
     "train_sampler",
+    "unrolled_logits",
     "usual_taps",
 ]

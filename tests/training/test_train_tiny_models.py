@@ -210,19 +210,6 @@ def test_scores_are_reported_as_they_come(monkeypatch: pytest.MonkeyPatch) -> No
     assert done[3:] == [2] and calls[-1][0] == "recurrent_static"
 
 
-def test_recurrences_have_the_mean_they_should() -> None:
-    import train_tiny_recurrent as script
-
-    generator = torch.Generator().manual_seed(0)
-    for mean in (1.0, 4.0, 16.0):
-        draws = torch.tensor([script.recurrences(mean, generator) for _ in range(3000)], dtype=torch.float64)
-        assert draws.min() >= 1 and abs(draws.mean() - mean) < 0.05 * mean
-        if mean == 16:
-            assert draws.std() > 1.5 * (mean - 1) ** 0.5, "wider than a Poisson distribution"
-        if mean == 1:
-            assert draws.max() == 1
-
-
 def test_only_what_follows_a_question_counts() -> None:
     import train_tiny_recurrent as script
 
