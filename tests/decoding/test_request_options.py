@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pdkernels.decoding import generate
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation.shared_prompts import SharedPrompts
 from pdkernels.models import load
 from tests.support.plans import example
 from tests.support.tri_mode import small_transformer
@@ -114,6 +115,18 @@ def test_several_texts_of_a_prompt(method: str, page_size: int | None) -> None:
     assert lists(found.tokens) == lists(expected.tokens) and found.stats.forwards == expected.stats.forwards
     single = generate(model, BATCH[0], METHODS[method], n=2, **options)
     assert lists(single.tokens) == lists(expected.tokens)[:2]
+
+
+def test_texts_of_a_prompt_continue_from_their_own_prompt() -> None:
+    """In logits, since tokens of small models hide what a row reads."""
+    model, prompts = small_transformer(3), [[3, 1, 4, 1, 5], [7, 2, 6], [8]]
+    shared = SharedPrompts(model, prompts, 2)
+    counts = torch.tensor([len(prompt) for prompt in prompts for _ in range(2)])
+    tokens = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts for _ in range(2)])
+    found, expected = (
+        one(tokens, cache=one.new_cache(6, 8), counts=counts, rows=(counts - 1)[:, None]) for one in (shared, model)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("form", ["autoregressive", *EXACT])

@@ -49,8 +49,8 @@ MUTATIONS = {
     "an end token does not end a draft": Mutation(
         "masked_fill_(verdict.ended | no_choice, 0)", "masked_fill_(no_choice, 0)", "decoding/test_usual.py"
     ),
-    "the last token of a prompt runs with its pieces": Mutation(
-        "min(count, len(prompt) - 1 - self.cached)", "min(count, len(prompt) - self.cached)", "engine/test_engine.py"
+    "a request takes over too little of a page": Mutation(
+        "copied = len(text) - len(pages) * pool.page_size", "copied = 1", "engine/test_engine.py"
     ),
     "a request that joins keeps the seed before it": Mutation(
         "self.steps.reseed(seed)", "self.steps.reseed(seed * 0)", "decoding/test_running_batch.py"
