@@ -267,7 +267,6 @@ def _seed(op: str, name: str, value: Any) -> int | tuple[int, ...]:
 
 def _grammar(op: str, name: str, value: Any) -> Any:
     """Its prompts are counted where they are known."""
-
     if value is None or isinstance(value, Grammar):
         return value
     grammars = _items(op, name, value, "a Grammar, or a list with one (or None) for each prompt")
@@ -456,7 +455,7 @@ ALIASES: dict[str, str] = {
     for setting in SETTINGS.values()
     for alias in (setting.wire, setting.transformers, *setting.aliases)
     if alias not in ("", setting.name)
-} | {"num_return_sequences": "n"}
+}
 """What other libraries call a setting."""
 
 

@@ -163,7 +163,8 @@ def draw_masks(
         count: tokens of the sequence.
         generator: the random generator; the result is on its device.
         min_p_mask: eps of ``p_mask = (1 - eps) * t + eps`` with t uniform on [0, 1], one for the sequence.
-        frozen_prefix: length of a prefix that is never masked, such as the prompt when fine-tuning on answers.
+        frozen_prefix: length of a prefix that is never masked, such as the prompt when fine-tuning on answers. Give it
+            to the sample as `prefix_len` too, which leaves it out of the autoregressive loss.
 
     Returns:
         ``(count,)`` bool and p_mask: the last two fields of a `DualStreamSample`. With few tokens there may be no True.

@@ -55,7 +55,7 @@ def draw_recurrences(
             return 1
         uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
         return max(1, math.ceil(math.log1p(-uniform) / math.log1p(-1 / mean)))
-    rate = math.exp(spread * float(torch.randn((), generator=generator)) - spread**2 / 2) * max(mean - 1, 0)
+    rate = math.exp(spread * float(torch.randn((), generator=generator)) - spread**2 / 2) * (mean - 1)
     return 1 + int(torch.poisson(torch.tensor(rate), generator=generator))
 
 
