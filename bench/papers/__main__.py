@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bench.papers import runs, tables
+from bench.papers import by_paper, runs, tables
 from bench.records import write
 from pdkernels._validation import check as demand
 from pdkernels._validation import fail
@@ -49,7 +49,7 @@ def reproduce(
         if pages is not None:
             for found in sorted([*pages.glob("*.md"), *pages.parent.glob("*.md")]):
                 before = found.read_text(encoding="utf-8")
-                if (text := tables.page(before, pages / "results")) != before:
+                if (text := by_paper.fill(tables.page(before, pages / "results"))) != before:
                     found.write_text(text, encoding="utf-8")
             return
         chosen = tables.find(paper, figure)

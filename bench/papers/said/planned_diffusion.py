@@ -1,0 +1,91 @@
+"""What "Planned Diffusion" says, and where it is here."""
+
+from __future__ import annotations
+
+from bench.papers.said.row import Missing, Row
+
+ROWS = (
+    Row(
+        "Eq. 2",
+        "Each token is masked with probability t",
+        ("pdkernels.training.draw_chunk_masks",),
+        ("tests/training/test_planned.py::test_noise_has_its_stated_frequency_and_rounds_may_differ",),
+    ),
+    Row(
+        "Eq. 6 and 7",
+        "Random order, and order by entropy",
+        ("pdkernels.unmask_", "method planned"),
+        (
+            "tests/ops/test_unmask.py::test_random_order_is_uniform",
+            "tests/decoding/test_planned.py::test_equals_the_reference",
+        ),
+    ),
+    Row(
+        "Eq. 8 and 9, Algorithm 1",
+        "A plan, then all chunks at once, one position of each in a step; rounds until the end token",
+        ("method planned",),
+        (
+            "tests/decoding/test_planned.py::test_equals_the_reference",
+            "tests/decoding/test_planned_loop.py::test_forwards_and_rows_by_formula",
+            "tests/decoding/test_planned_parts.py::test_a_step_per_token_commits_one_each",
+        ),
+    ),
+    Row(
+        "4.2, control tags",
+        "Topics and lengths, chunks, syncs; both spellings of annotated texts",
+        ("pdkernels.training.plans.parse", "pdkernels.models.PlanTokens"),
+        (
+            "tests/training/test_plans.py::test_what_is_written_is_read",
+            "tests/training/test_plans.py::test_chunks_with_attributes_are_the_same_rounds",
+        ),
+    ),
+    Row(
+        "Eq. 10",
+        "Joint loss of plans and chunks",
+        ("pdkernels.training.planned_loss",),
+        ("tests/training/test_planned.py::test_the_loss_of_a_batch_is_that_of_its_texts",),
+    ),
+    Row(
+        "4.2, Figures 5 and 6",
+        "Masks: causal plans, chunks that see each other (dense) or not (sparse)",
+        ("pdkernels.masks.planned", "pdkernels.masks.planned_streams"),
+        ("tests/masks/test_builders.py::test_equals_the_rules", "tests/masks/test_builders.py::test_planned_rounds"),
+    ),
+    Row(
+        "4.2, variable lengths",
+        "Steps: the share r of the longest chunk's length",
+        ("method planned",),
+        ("tests/decoding/test_planned_parts.py::test_the_schedule_equals_the_reference",),
+        figures=("steps",),
+    ),
+    Row(
+        "Appendix D",
+        "Which keys and values may be kept",
+        ("method planned",),
+        ("tests/decoding/test_planned_cache.py::test_it_equals_a_full_forward_after_every_round",),
+    ),
+    Row(
+        "Figure 2, left and middle",
+        "Quality and critical path",
+        ("pdkernels.evaluation.evaluate_planned",),
+        ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
+        differs="right answers of a task that can be checked; the paper's win rates need a judge",
+        figures=("path",),
+    ),
+    Row(
+        "Figure 3",
+        "Plans without topics or syncs, lengths, steps and thresholds",
+        ("bench.papers.runs", "examples/train_tiny_planned.py"),
+        ("tests/training/test_train_tiny_planned.py::test_ablations",),
+        figures=("lengths", "steps"),
+    ),
+)
+
+MISSING = (
+    Missing(
+        "Tables 1 and 2, Figure 2",
+        "Length-controlled win rates and latencies on AlpacaEval",
+        "needs a model of 7B parameters, its annotated training data and a judge",
+        "python -m pdkernels eval --family planned --model FOLDER --sweep steps_ratio=1,.5 --sweep threshold=.9",
+    ),
+)
