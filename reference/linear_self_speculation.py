@@ -4,7 +4,8 @@ Source: "Nemotron-Labs-Diffusion", section 3.3, the loop of the released code. T
 lists only the k draft tokens in the verify pass; the code's block, used here, is the last verified token and k = B - 1
 masks, and the verify pass feeds that token again: a cycle yields 1 to B tokens either way.
 
-A cycle takes two forwards. The draft pass is bidirectional in the block, with adapters if there are any; only its draft is
+A cycle takes two forwards, and yields at least one token. Two tokens take two forwards without drafts, so the last two of a
+text are not drafted. The draft pass is bidirectional in the block, with adapters if there are any; only its draft is
 kept. The verify pass is causal and without adapters, so the cache is the same as in autoregressive decoding.
 """
 
@@ -54,7 +55,8 @@ def linear_self_speculation(
     """Drafts a block, verifies it, and keeps the longest accepted prefix and the verifier's token after it.
 
     The draft block is always `block_size` wide, as in training, but no more of it is verified than `max_new_tokens` leaves.
-    A shorter generation is therefore the beginning of a longer one, at every temperature.
+    The last two tokens have a forward each and no draft, unless a draft decides what is sampled (`verification`). A shorter
+    generation is therefore the beginning of a longer one, at every temperature.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``; it reads the prompt and
@@ -64,7 +66,7 @@ def linear_self_speculation(
         mask_token: id of masked slots; never a guess; in the released code it can be.
         block_size: seed token and masks. 1 is autoregressive decoding: nothing to draft, one forward per token.
         threshold: 0 fills the block in one draft pass. Above, a pass fills the slots whose confidence reaches it (and always the
-            best one) and drafting continues until no mask is left.
+            best one) and drafting continues until no mask is left in what will be verified, up to a drafted end token.
         temperature: of draft and verifier.
         verification: "compare" draws the verifier's own token for every slot and accepts a draft token that equals it: the
             tokens are those of :func:`~pdkernels.reference.sampling.sampled_autoregressive`, seed for seed. "rejection"
@@ -88,6 +90,7 @@ def linear_self_speculation(
             f"{op}: threshold must be 0 with verification='rejection', got {threshold}. A slot filled in a later pass depends "
             "on slots filled before, also on later ones; use verification='compare'."
         )
+    rejection = verification == "rejection" and temperature > 0
     drafter = draft_model or unadapted(model)
     if not allow_mask_token:
         model = never(model, mask_token)
@@ -102,9 +105,14 @@ def linear_self_speculation(
         prefix = prompt + tokens[:-1]
         start, before = len(prefix), forwards
 
+        left = max_new_tokens - len(tokens)
+        drafts = left > 2 or rejection
         block = [tokens[-1]] + [mask_token] * (block_size - 1)
         slots = list(range(1, block_size))
-        while slots:
+        width = needed = min(left if drafts else 1, block_size)
+        if rejection:
+            needed = block_size  # the token after the known one is tested against its guess, however few are left
+        while any(slot < needed for slot in slots):
             forwards += 1
             mask = block_causal(start + block_size, block_size, prefix_len=start)
             guesses = denoise(
@@ -121,14 +129,16 @@ def linear_self_speculation(
             for slot in chosen:
                 block[slot] = guesses.tokens[slot]
             slots = [slot for slot in slots if slot not in chosen]
+            ends = [slot for slot in range(1, needed) if slot not in slots and block[slot] in end_tokens]
+            needed = min([needed, *ends])
 
         # The seed token is already emitted; each accepted draft token and the one after them add one.
-        draft = block[: max_new_tokens - len(tokens)]
+        draft = block[:width]
         forwards += 1
         logits = causal_logits(model, prefix + draft)[start:]
         positions = range(start + 1, start + 1 + len(draft))
         predictions = draw(logits, positions, temperature, seed, OWN)
-        if verification == "rejection":
+        if rejection:
             tested = min(len(draft), block_size - 1)  # the last row of a whole block has no guess to test
             if tested:
                 p, q = distribution(logits[:tested], temperature), guesses.distributions[1 : tested + 1]

@@ -69,7 +69,7 @@ def test_equals_the_reference_on_scripts(
         linear_self_speculation(fake, p, limit, mask_token=MASK, end_tokens=ends, **options)
         for p, options in streams(batch, options)
     ]
-    assert_same(result, expected, kind[1] == 0)
+    assert_same(result, expected, lockstep=False)
     if temperature == 0:
         for tokens, prompt in zip(result.tokens, batch, strict=True):
             assert tokens.tolist() == autoregressive(fake, prompt, limit, end_tokens=ends).tokens
@@ -108,7 +108,7 @@ def test_a_random_transformer(
         )
         for p, options in streams(batch, options)
     ]
-    assert_same(result, expected, kind[1] == 0)
+    assert_same(result, expected, lockstep=False)
     sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
     assert_cache_is_causal(model, keeper.cache, sequences)
     if kind[0] == "compare":
@@ -146,7 +146,7 @@ def test_a_random_table(
         linear_self_speculation(fake, prompt, limit, mask_token=4, **options)
         for prompt, options in streams(batch, options)
     ]
-    assert_same(result, expected, kind[1] == 0)
+    assert_same(result, expected, lockstep=False)
 
 
 END = 22
@@ -199,7 +199,7 @@ def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
     options: dict[str, Any] = {"block_size": 6, "threshold": lowest_confidence()}
     result = generate(Cached(fake, MASK + 1), [[3, 1]], METHOD, max_new_tokens=30, trace=True, **options)
     assert_same(result, [linear_self_speculation(fake, [3, 1], 30, mask_token=MASK, **options)], True)
-    assert {step.forwards for step in result.stats.trace[0]} == {2}
+    assert {step.forwards for step in result.stats.trace[0] if len(step.draft) > 1} == {2}
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 1.5])
@@ -217,7 +217,7 @@ def test_one_read_of_the_device_per_step(threshold: float) -> None:
 def test_the_head_runs_on_rows_that_are_needed() -> None:
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
     generate(model, [[1, 2, 3, 4], [5]], METHOD, max_new_tokens=9, block_size=6)
-    assert model.head_rows == [1, 5, 6, 5, 2]
+    assert model.head_rows == [1, 5, 6, 1, 1]  # the last two tokens have no draft
 
 
 # ---- draws

@@ -83,8 +83,9 @@ class DFlashSteps(FeatureSteps):
         self.cache.commit_(lengths)
         self.begin(session, first, logits)
         self.entry.draft.copy_(first.clamp(min=0))
-        self.drafter.read(self.drafter.fused(taps), cache=self.drafted, counts=lengths)
-        self.drafted.commit_(lengths)
+        if self.slots > 1:  # else it never drafts
+            self.drafter.read(self.drafter.fused(taps), cache=self.drafted, counts=lengths)
+            self.drafted.commit_(lengths)
         self.fresh.zero_()
         self.most = 0
 

@@ -90,9 +90,11 @@ class DraftModelSteps(DrafterSteps):
         self.cache.lengths.zero_(), self.drafted.lengths.zero_()
         last, counts = (lengths - 1)[:, None], session.ragged(lengths)
         logits = self.model(prompts, cache=self.cache, counts=counts, rows=last, **self.latents)
-        self._read(prompts, counts, last)
         first = self.sampler.sample(logits, lengths[:, None], self.seeds, OWN, self.banned)
-        self.cache.commit_(lengths), self.drafted.commit_(lengths)
+        self.cache.commit_(lengths)
+        if self.slots > 1:  # else it never drafts
+            self._read(prompts, counts, last)
+            self.drafted.commit_(lengths)
         self.begin(session, first, logits)
         self.entry.draft.copy_(first.clamp(min=0))
         self.text[:, : session.longest] = prompts

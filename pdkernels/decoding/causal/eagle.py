@@ -118,6 +118,8 @@ class EagleSteps(FeatureSteps):
         self.cache.commit_(lengths)
         self.begin(session, first, logits)
         self.entry.draft.copy_(first.clamp(min=0))
+        if self.slots == 1:  # it never drafts
+            return
         features = self.drafter.fused(taps)
         if session.longest > 1:
             self.drafter(self.embed(prompts[:, 1:]), features[:, :-1], cache=self.drafted, counts=lengths - 1)

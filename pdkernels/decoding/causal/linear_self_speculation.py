@@ -6,7 +6,7 @@ same forwards, sample the same tokens and accept the same prefix of every draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,7 +27,7 @@ from pdkernels.generation.noise import (
     sample,
 )
 from pdkernels.generation.sampler import Sampler
-from pdkernels.generation.session import Session
+from pdkernels.generation.session import Session, is_end
 from pdkernels.generation.traces import LinearStep
 from pdkernels.masks import full
 from pdkernels.ops import unmask_, verify_draft
@@ -36,15 +36,21 @@ _OP = "decoding.linear_self_speculation"
 
 Verification = Literal["compare", "rejection"]
 
+_FEWEST = 3  # a draft takes a forward and saves at most one of two
+
 
 class LinearSteps(DraftSteps):
     """An entry has the token `known` after the last block, the `forwards` that the block took, the `block`, and the
     verifier's `predictions` for it. Form 1 is a verification.
 
+    The last two tokens of a text have a forward each and no draft, which takes a forward too. With "rejection" they are
+    drafted like the others, because there the drafts decide which tokens are sampled.
+
     Args:
         block_size: tokens per block: a known token and the masks drafted after it. 1 is autoregressive decoding.
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and
-            always the best one, until none is masked. Only the confidences tell whether another pass is needed, so the
+            always the best one, until none is masked that is to be verified: neither a slot past the last requested
+            token nor one after a drafted end token. Only the confidences tell whether another pass is needed, so the
             device is read once per forward, not once per step. A speculative pass would cost a forward, more than the
             wait.
         temperature: sampling temperature of drafter and verifier; 0 is greedy. The filters too are those of both.
@@ -89,6 +95,8 @@ class LinearSteps(DraftSteps):
         self.rejection = verification == "rejection" and self.sampler.temperature > 0 and block_size > 1
         self.max_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills at least one slot
         self.forms = ("step", "verify") if self.max_passes > 1 else ("step",)
+        # From so many remaining tokens on, a draft may save a forward.
+        self.fewest = 1 if self.rejection else _FEWEST
 
         columns: dict[str, Any] = {
             "form": None,
@@ -102,7 +110,7 @@ class LinearSteps(DraftSteps):
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a draft pass stores
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
         self.begun = torch.zeros_like(self.cache.lengths)  # `forward` before the block
-        self.drafting = torch.zeros_like(self.cache.lengths)  # 1 while a block has masks
+        self.drafting = torch.zeros_like(self.cache.lengths)  # 1 while a block has masks to fill
         self.fresh = torch.ones_like(self.drafting, dtype=torch.bool)  # the next pass begins a block
 
     @classmethod
@@ -118,9 +126,25 @@ class LinearSteps(DraftSteps):
     def state(self) -> tuple[torch.Tensor, ...]:
         return *super().state, self.forward, self.begun, self.drafting, self.fresh
 
+    @property
+    def live(self) -> tuple[torch.Tensor, ...]:
+        return *super().live, self.drafting
+
     def joined(self) -> None:
-        # Another pass does not change a filled block, whose sequence waits for the others.
-        self.entry.form.zero_()
+        self._look()
+
+    def end(self, sequences: Sequence[int]) -> None:
+        super().end(sequences)
+        self._look()
+
+    def _look(self) -> None:
+        """A sequence whose block is filled waits for the others."""
+        self.entry.form.copy_((self.drafting == 0).all().expand_as(self.drafting))
+
+    def _next_length(self, accepted: torch.Tensor) -> None:
+        drafts = (self.remaining >= self.fewest) & (self.block_size > 1)
+        self.drafting.copy_(drafts)
+        self.entry.pending.copy_(torch.minimum(self.remaining, torch.where(drafts, self.slots, 1)))
 
     def start(self, session: Session) -> None:
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -133,24 +157,25 @@ class LinearSteps(DraftSteps):
         self.entry.known.copy_(first[:, 0])
         self.forward.fill_(1)
         self.begun.fill_(1)
-        self.entry.form.zero_()
         self.fresh.fill_(True)
+        self._look()
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        logits = self.draft()
+        logits = None if width == 1 and not self.rejection else self.draft()
         if len(self.forms) > 1:
-            self.entry.form.copy_((self.drafting == 0).all().expand_as(self.drafting))
+            self._look()
         else:
             self._verify(logits, width or self.block_size, ragged)
 
     def verify(self, width: int | None = None, ragged: bool = True) -> None:
         """Verifies the block that passes have filled."""
         self._verify(None, width or self.block_size, ragged)
-        self.entry.form.zero_()
+        self._look()
 
     def _verify(self, drafted: torch.Tensor | None, width: int, ragged: bool) -> None:
         """`drafted`: filtered logits of the draft, if their distribution is needed."""
         entry, lengths = self.entry, self.cache.lengths
+        self._open()
         if self.session.grammar is not None and not self.rejection:  # whose guesses have the law of the drafter
             self._force()
         draft = entry.block[:, :width]
@@ -186,14 +211,10 @@ class LinearSteps(DraftSteps):
 
     def draft(self) -> torch.Tensor | None:
         """A pass over the block after its known token; returns its filtered logits if their distribution is needed."""
-        block = self.entry.block
-        block[:, 0] = self.entry.known.clamp(min=0)  # -1 in a finished sequence
-        masks = block[:, 1:].masked_fill_(self.fresh[:, None], self.mask_token)
-        active = (self.entry.pending > 0).long()
-        self.drafting.copy_(torch.where(self.fresh, active, self.drafting))
-        self.fresh.fill_(False)
+        self._open()
         if self.max_passes == 0:
             return None
+        block, masks = self.entry.block, self.entry.block[:, 1:]
         self.forward += self.drafting
         # The pass only reads the cache: its only result is the draft.
         hidden = self.model.hidden(
@@ -211,17 +232,28 @@ class LinearSteps(DraftSteps):
             return None
         # Neither temperature nor filters nor noise enter the confidence.
         guesses, confidence = self.sampler.guess(self.model, hidden, positions, self.seeds, numbers, (self.mask_token,))
-        remaining = unmask_(
+        unmask_(
             masks,
             drafted(guesses, self.mask_token),
             confidence,
             mask_token=self.mask_token,
-            windows=torch.stack([self.nothing, active * (self.block_size - 1)], 1),
+            windows=torch.stack([self.nothing, self.drafting * (self.block_size - 1)], 1),
             threshold=self.threshold,
             backend=backend_of(confidence.dtype),
-        ).remaining
-        self.drafting.copy_(remaining.clamp(max=1))
+        )
+        masked = masks == self.mask_token
+        needed = self.slot[1:] < self.entry.pending[:, None]
+        if self.ends is not None:
+            needed &= (is_end(masks, self.ends) & ~masked).cumsum(1) == 0
+        self.drafting.mul_((masked & needed).any(1))
         return None
+
+    def _open(self) -> None:
+        """Begins a block after each token that became known since the last pass."""
+        block = self.entry.block
+        block[:, 0] = self.entry.known.clamp(min=0)  # -1 in a finished sequence
+        block[:, 1:].masked_fill_(self.fresh[:, None], self.mask_token)
+        self.fresh.fill_(False)
 
     def _verdicts(
         self, judged: torch.Tensor, drafted: torch.Tensor, guesses: torch.Tensor, positions: torch.Tensor

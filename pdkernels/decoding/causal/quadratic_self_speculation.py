@@ -96,6 +96,8 @@ class QuadraticSteps(DraftSteps):
         self.banned = banned_tokens(_OP, session.model, allow_mask_token, self.mask_token)
         # The last requested token needs no forward, so no draft is longer than limit - 1.
         slots = max(1, min(block_size, session.max_new_tokens - 1))
+        if slots == 1 and ensemble_weight == 1:
+            self.masks = masks = 0  # nothing is drafted
         rows_per_step = max(session.longest + masks, slots * (1 + masks))
         check(rows_per_step <= _MAX_ROWS, _OP, "block_size", f"keep a step within {_MAX_ROWS} rows", rows_per_step)
 
@@ -137,12 +139,15 @@ class QuadraticSteps(DraftSteps):
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         width = width or self.slots
         verdict, hidden = self.verify(width)
-        self.draft(verdict, hidden, width)
+        self.entry.draft[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence is not an id
+        if width > 1:  # else this was the last token of all
+            self.draft(verdict, hidden, width)
 
     def verify(self, width: int) -> tuple[DraftVerdict, torch.Tensor]:
         """Verifies and commits the first `width` tokens of each draft. Returns the verdict, and the hidden rows of
         draft and masks."""
-        entry, masks, lengths = self.entry, self.masks, self.cache.lengths
+        entry, lengths = self.entry, self.cache.lengths
+        masks = 0 if width == 1 and self.ensemble_weight == 1 else self.masks
         # A shorter draft of another sequence is followed by rows that it does not see.
         plan, offsets = self.whole if width == self.slots else _layout(width, masks, self.in_group, self.cache.device)
         tokens = entry.draft.new_full((len(entry.draft), len(offsets)), self.mask_token)
@@ -177,7 +182,6 @@ class QuadraticSteps(DraftSteps):
         positions = self.cache.lengths[:, None] + 1 + self.slot[:-1]
         numbers, masked = self.forward[:, None], (self.mask_token,)
         guesses = self.sampler.draw(self.model, hidden, positions, self.seeds, numbers, masked)
-        self.entry.draft[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence is not an id
         self.entry.draft[:, 1:] = drafted(guesses, self.mask_token)
 
 
