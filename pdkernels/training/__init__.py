@@ -1,6 +1,6 @@
 """Training: samples packed in the layouts of the papers, noise and trajectories, losses, and small corpora."""
 
-from pdkernels.training import plans
+from pdkernels.training import annotation, plans
 from pdkernels.training.corpora import Problem, arithmetic, as_ids, standard_library
 from pdkernels.training.dflash import DFlashLoss, dflash_loss, draw_anchors, new_dflash_head
 from pdkernels.training.drafter import DrafterLoss, attach_drafter_, drafter_loss
@@ -67,6 +67,7 @@ __all__ = [
     "Problem",
     "SamplerSteps",
     "Trajectory",
+    "annotation",
     "arithmetic",
     "as_ids",
     "attach_drafter_",
