@@ -5,7 +5,9 @@ Source: "Large Language Diffusion Models" (LLaDA), section 2.4, and the sampler 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -54,12 +56,16 @@ def unmask_by_quota(
     late_end: bool,
     seed: int,
     revise: float = 0.0,
+    remainder: str = "first",
 ) -> MaskedResult:
     """The loop of :func:`llada` for any forward."""
     if remasking not in ("low_confidence", "random"):
         raise ValueError(f"pdkernels.{op}: remasking must be 'low_confidence' or 'random', got {remasking!r}.")
     if late_end and remasking == "random":
         raise ValueError(f"pdkernels.{op}: late_end must be False where chance decides, got True.")
+    if remainder not in ("first", "spread"):
+        raise ValueError(f"pdkernels.{op}: remainder must be 'first' or 'spread', got {remainder!r}.")
+    shares = quotas if remainder == "first" else spread_quotas
     windows = blocks(canvas, block_size)
     doubted: set[int] = set()
     for window, count in zip(windows, steps_per_block(op, steps, windows)):
@@ -76,7 +82,7 @@ def unmask_by_quota(
             for position in low:
                 canvas.tokens[position] = canvas.mask_token
             doubted |= low
-        for quota in quotas(len(canvas.masks(window)), count):
+        for quota in shares(len(canvas.masks(window)), count):
             if canvas.done or quota == 0:
                 break
             canvas.forwards += 1
@@ -97,6 +103,18 @@ def unmask_by_quota(
     return canvas.result()
 
 
+def spread_quotas(masks: int, steps: int) -> list[int]:
+    """Commits of each step by equation 6 of "SlowFast Sampling": before step k of N .. 1 ``floor(L (1 - k / N))`` positions are
+    filled, after it ``floor(L (1 - (k - 1) / N))``. Its products of rounded quotients are exact here. With more steps than masks
+    some would commit nothing, and are left out.
+
+    >>> spread_quotas(7, 4), spread_quotas(7, 3), spread_quotas(3, 8)
+    ([1, 2, 2, 2], [2, 2, 3], [1, 1, 1])
+    """
+    filled = [math.floor(masks * (1 - Fraction(k, steps))) for k in range(steps, -1, -1)]
+    return [after - before for before, after in zip(filled, filled[1:]) if after > before]
+
+
 def doubtful(canvas: Canvas, logits: torch.Tensor, window: Window, below: float) -> set[int]:
     """Filled positions of a window whose token has a probability below `below` by its row of `logits`, the mask apart."""
     rows = without(logits.double(), canvas.mask_token).softmax(-1)
@@ -115,6 +133,7 @@ def llada(
     block_size: int | None = None,
     steps: int | None = None,
     remasking: str = "low_confidence",
+    remainder: str = "first",
     temperature: float = 0.0,
     guidance: float = 0.0,
     no_end: bool = False,
@@ -142,6 +161,8 @@ def llada(
         steps: forwards of the whole generation, a multiple of the number of blocks; None: one per token.
         remasking: "low_confidence": the probability of the guess by softmax(logits), without temperature and noise, decides
             what is committed; "random": chance decides, and the trace has its uniform numbers as confidences.
+        remainder: "first": see above; "spread": equation 6 of "SlowFast Sampling", see :func:`spread_quotas`. Without effect on
+            `revise`.
         temperature: of the guesses.
         guidance: w of classifier-free guidance. A forward then has two rows, and is counted once.
         no_end: end tokens are never guessed.
@@ -172,4 +193,5 @@ def llada(
         late_end=late_end,
         seed=seed,
         revise=revise,
+        remainder=remainder,
     )

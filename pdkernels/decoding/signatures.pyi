@@ -184,6 +184,7 @@ class Llada(Request, total=False):
     block_size: int | None
     steps: int | None
     remasking: Literal["low_confidence", "random"]
+    remainder: Literal["first", "spread"]
     guidance: float
     no_end: bool
     late_end: bool

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.llada import llada
+from tests.harness.sessions import open_session, steps_of
 from tests.support import masked_promises as shared
 from tests.support.base import Plain, seeds, streams
 from tests.support.masked import MASK, Scripted, hashed, prompts, small_masked
@@ -34,7 +35,10 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     per_block=st.sampled_from([None, 1, 2, 5]),
     options=st.fixed_dictionaries(
         dict(
-            temperature=st.sampled_from([0.5, 0.0, 1.5]), guidance=st.sampled_from([0, 0.5, 2.0]), no_end=st.booleans()
+            temperature=st.sampled_from([0.5, 0.0, 1.5]),
+            guidance=st.sampled_from([0, 0.5, 2.0]),
+            no_end=st.booleans(),
+            remainder=st.sampled_from(["first", "spread"]),
         )
     ),
     order=st.sampled_from([{"late_end": True}, {}, {"remasking": "random"}]),
@@ -70,6 +74,21 @@ def test_quotas_on_a_scripted_model(block_size: int | None, steps: int | None, p
         open_ = open_[1:] if open_[0] == 0 else open_
     assert model.head_rows == expected
     assert model.visible == [[14, 12]] * result.stats.forwards
+
+
+@pytest.mark.parametrize(("block_size", "steps"), [(None, 4), (4, 6), (None, None), (5, 3), (None, 30)])
+def test_a_spread_remainder_is_equation_6(block_size: int | None, steps: int | None) -> None:
+    """Of a canvas, of one whose prompt has masks, and of the steps of a running batch."""
+    batch, limit = [[1, 2, 3], [4]], 11
+    options: dict[str, Any] = {"block_size": block_size, "steps": steps, "remainder": "spread"}
+    result = generate(Scripted(hashed(5)), batch, METHOD, max_new_tokens=limit, trace=True, **options)
+    assert_same(result, reference(Scripted(hashed(5)), batch, limit, **options))
+    shares = {(None, 4): [2, 3, 3, 3], (4, 6): [2, 2, 2, 2, 1, 2], (5, 3): [5, 5, 1]}.get((block_size, steps), [1] * 11)
+    assert result.stats.accepted == [shares] * 2
+    filled = generate(Scripted(hashed(5)), [[1] + [MASK] * limit], METHOD, max_new_tokens=0, infill=True, **options)
+    assert filled.stats.accepted == [shares]
+    largest = open_session(Scripted(hashed(5)), [[0]], limit, ())[0]
+    assert steps_of(METHOD, largest, **options).schedule[:, 2].tolist() == shares
 
 
 def test_equal_confidences_fill_from_the_left() -> None:
@@ -135,6 +154,11 @@ def test_errors() -> None:
         METHOD,
         [
             ({"block_size": 0}, "block_size must be at least 1, got 0."),
+            ({"remainder": "last"}, "remainder must be one of 'first', 'spread', got 'last'."),
+            (
+                {"remainder": "spread", "revise": 0.5},
+                "remainder must be 'first' with revise, whose shares are equal, got spread.",
+            ),
             ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
             ({"steps": 0}, "steps must be at least 1, got 0."),
             ({"steps": 3, "block_size": 2}, "steps must be a multiple of the number of blocks (2), got 3."),

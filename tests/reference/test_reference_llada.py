@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels.reference import masked_sampling as shared
-from pdkernels.reference.llada import llada
+from pdkernels.reference.llada import llada, spread_quotas
 from pdkernels.reference.masked_sampling import Canvas, MaskedStep
 from pdkernels.reference.sampling import uniforms
 from tests.support.masked import MASK, ScriptedMasked, Tabled, chance, fixed, moody, spreading, word
@@ -26,6 +26,14 @@ def test_quotas_are_the_published_table(masks: int, steps: int) -> None:
     for i in range(masks % steps):
         table[i] += 1
     assert shared.quotas(masks, steps) == table and sum(table) == masks
+
+
+@given(masks=st.integers(0, 60), steps=st.integers(1, 60))
+def test_spread_quotas_are_equation_6(masks: int, steps: int) -> None:
+    """As the equation stands, in whole numbers: L positions, N steps, ``t = k / N``; steps that fill nothing are left out."""
+    unmasked = [masks * (steps - (k - 1)) // steps for k in range(steps, 0, -1)]
+    assert spread_quotas(masks, steps) == [n for n in (b - a for a, b in zip([0, *unmasked], unmasked)) if n]
+    assert sorted(spread_quotas(masks, steps), reverse=True) == [n for n in shared.quotas(masks, steps) if n]
 
 
 @given(

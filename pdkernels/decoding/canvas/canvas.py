@@ -44,13 +44,15 @@ from pdkernels.models.capabilities import rows_ahead
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 
-def share(masks: int, steps: int, step: int) -> int:
+def share(masks: int, steps: int, step: int, spread: bool = False) -> int:
     """The number of `masks` that forward `step` of `steps` fills: equal shares, with the remainder in the first
-    forwards.
+    forwards, or `spread` so that after n of them ``n * masks // steps`` are filled.
 
-    >>> [share(7, 3, step) for step in range(3)]
-    [3, 2, 2]
+    >>> [share(7, 4, step) for step in range(4)], [share(7, 4, step, spread=True) for step in range(4)]
+    ([2, 2, 2, 1], [1, 2, 2, 2])
     """
+    if spread:
+        return masks * (step + 1) // steps - masks * step // steps
     return masks // steps + (step < masks % steps)
 
 

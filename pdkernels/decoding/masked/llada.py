@@ -23,6 +23,7 @@ from pdkernels.generation.session import Session
 _OP = "decoding.llada"
 
 Remasking = Literal["low_confidence", "random"]
+Remainder = Literal["first", "spread"]
 
 
 def decode(
@@ -31,6 +32,7 @@ def decode(
     block_size: int | None = None,
     steps: int | None = None,
     remasking: Remasking = "low_confidence",
+    remainder: Remainder = "first",
     guidance: float = 0.0,
     no_end: bool = False,
     late_end: bool = False,
@@ -45,6 +47,9 @@ def decode(
         steps: number of forwards, divided evenly among the blocks; None: one per token. A block never takes more
             forwards than it has positions.
         remasking: "low_confidence" fills the most confident positions, "random" random ones.
+        remainder: where a block's steps do not divide its positions: "first" fills one more in each of the first steps,
+            as the released code does; "spread" fills what equation 6 of SlowFast Sampling says, n / `steps` of them,
+            rounded down, after n steps.
         guidance: weight w of classifier-free guidance: ``logits = uncond + (1 + w) (cond - uncond)``, where `uncond`
             does not see the prompt. Above 0 a forward computes every position twice.
         no_end: never guess end tokens.
@@ -69,13 +74,15 @@ def decode(
         late_end=late_end,
         mask_token=mask_token,
     )
+    spread = checked_name(_OP, "remainder", remainder, get_args(Remainder)) == "spread"
     checked_number(_OP, "revise", revise, 1.0)
+    check(revise == 0 or not spread, _OP, "remainder", "be 'first' with revise, whose shares are equal", remainder)
     by_confidence = remasking != "random" and not late_end and guidance == 0
     check(revise == 0 or by_confidence, _OP, "revise", "be 0 with random remasking, late ends or guidance", revise)
     forward = WholeCanvas(session, canvas)
     if revise > 0:
         return fill_revising(canvas, forward, blocks, steps, revise)
-    return fill(canvas, forward, blocks, steps, remasking == "random")
+    return fill(canvas, forward, blocks, steps, remasking == "random", spread)
 
 
 class LladaSteps(CanvasSteps):
@@ -84,9 +91,12 @@ class LladaSteps(CanvasSteps):
     def __init__(self, session: Session, **options: Any) -> None:
         chosen = with_defaults(decode, options)
         revise, steps = checked_number(_OP, "revise", chosen.pop("revise"), 1.0), chosen["steps"]
+        spread = checked_name(_OP, "remainder", chosen.pop("remainder"), get_args(Remainder)) == "spread"
         self.lacks = self.needs_host = "a `revise` above 0" if revise > 0 else ""
         canvas, blocks = begin(_OP, session, **chosen)
-        rows = [(first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks))]
+        rows = [
+            (first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks), spread)
+        ]
         self.schedule = torch.tensor(rows, device=canvas.tokens.device)
         widest = max(last - first for first, last in blocks)
         self._build(session, canvas, WholeCanvas(session, canvas), widest, random=chosen["remasking"] == "random")
@@ -97,14 +107,14 @@ class LladaSteps(CanvasSteps):
         return first, last, {"quota": quota.contiguous()}
 
 
-def quotas(masks: int, steps: int | None, blocks: int) -> list[int]:
+def quotas(masks: int, steps: int | None, blocks: int, spread: bool = False) -> list[int]:
     """How many of a block's masks each of its forwards fills.
 
     >>> quotas(4, None, 2), quotas(4, 6, 2), quotas(4, 20, 2)
     ([1, 1, 1, 1], [2, 1, 1], [1, 1, 1, 1])
     """
     runs = masks if steps is None else min(masks, steps // blocks)
-    return [share(masks, runs, run) for run in range(runs)]
+    return [share(masks, runs, run, spread) for run in range(runs)]
 
 
 def begin(
@@ -152,14 +162,16 @@ def begin(
     return Canvas(session, mask_token, guesses), blocks
 
 
-def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
+def fill(
+    canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool, spread: bool = False
+) -> int:
     """The loop of the sampler for any forward: block after block, an equal share of its positions in each of its
     steps."""
     if canvas.fills_prompts:
-        return fill_all(canvas, forward, blocks, steps, random)
+        return fill_all(canvas, forward, blocks, steps, random, spread)
     for first, last in blocks:
         masks = last - first
-        for quota in quotas(masks, steps, len(blocks)):
+        for quota in quotas(masks, steps, len(blocks), spread):
             canvas.begin()
             step = canvas.open_on_device(first, last, masks, full=True)
             guesses = canvas.guess(forward(), step, forward.first_row)
@@ -172,7 +184,9 @@ def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int 
     return canvas.finish()
 
 
-def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
+def fill_all(
+    canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool, spread: bool
+) -> int:
     """`fill` for prompts with masks: a block then has a different number of masked positions, and of steps, in each
     sequence."""
     for first, last in blocks:
@@ -180,7 +194,8 @@ def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: 
         runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]
         for run in range(max(runs)):
             quotas = [
-                share(count, maximum, run) if run < maximum else 0 for count, maximum in zip(masks, runs, strict=True)
+                share(count, maximum, run, spread) if run < maximum else 0
+                for count, maximum in zip(masks, runs, strict=True)
             ]
             taking = [quota > 0 for quota in quotas]
             if not any(on and quota for on, quota in zip(canvas.active, taking, strict=True)):
