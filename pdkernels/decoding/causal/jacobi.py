@@ -37,8 +37,8 @@ class JacobiSteps(DraftSteps):
     after all of them.
 
     Args:
-        block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
-            "auto": a running draft, whose length is chosen in every step by the measured times of forwards and by what
+        block_size: decode block after block of this many tokens (default 16; 128 in the paper, for GPUs): inside a block
+            the draft only shrinks. "auto": a running draft, whose length is chosen in every step by the measured times of forwards and by what
             was accepted so far.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
         draft: where guesses come from. "model": the predictions for the previous draft, and random tokens of the text

@@ -45,12 +45,14 @@ def decode(
     accepted.
 
     Args:
-        block_size: tokens per block.
+        block_size: tokens per block. The paper's 64 (`PAPER_SETTINGS`) fill what a B200 computes in the time of one
+            row; on a CPU few rows are free, and 16 are faster (docs/papers/jacobi.md).
         blocks: maximum number of active blocks, including the one being committed.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
         pool_size: how many rejected sequences are kept to find candidates in; the oldest is dropped first. 0: no
             candidates.
-        verification_size: maximum number of candidates verified per forward, including the draft; 1: only the draft.
+        verification_size: maximum number of candidates verified per forward, including the draft; 1, the fastest on a
+            CPU: only the draft.
         temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the
             tokens are those that `autoregressive` samples with the same seed, whatever was drafted.
         seed: seed of the samples, and of the random tokens that fill a draft until the model has made guesses. Those
