@@ -106,7 +106,7 @@ def jacobi_multiblock(
     prompt: Sequence[int],
     max_new_tokens: int,
     *,
-    block_size: int = 16,
+    block_size: int = 8,
     blocks: int = 2,
     spawn_ratio: float = 0.85,
     pool_size: int = 4,

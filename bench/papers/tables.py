@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.papers import runs, trainings
+from bench.papers import fixed_acceptance, grid_search, runs, segments, strategies, trainings
 from bench.papers.runs import Progress
 from pdkernels._validation import check
 from pdkernels.evaluation.planned import interval
@@ -161,9 +161,7 @@ FIGURES = (
         trainings.sampler,
         60,
     ),
-    Figure(
-        "jacobi", "blocks", "Figure 5, left", "Tokens a forward grow with the block up to 64.", runs.jacobi("blocks")
-    ),
+    Figure("jacobi", "blocks", "Figure 5b", "Tokens a forward grow with the block up to 64.", runs.jacobi("blocks")),
     Figure(
         "jacobi",
         "windows",
@@ -174,7 +172,7 @@ FIGURES = (
     Figure(
         "jacobi",
         "multiblock",
-        "Figure 5, right",
+        "Figure 5b and section 4.3",
         "A second block and a verification size of 4 are best.",
         runs.jacobi("multiblock"),
     ),
@@ -220,6 +218,39 @@ FIGURES = (
         "A forward over up to 256 rows takes about as long as one over a single row on H200 and B200, up to 128 on A100.",
         runs.knee,
     ),
+    Figure(
+        "jacobi",
+        "search",
+        "Figure 8",
+        "With two blocks and a spawn ratio of 0.85 a B200 is fastest near blocks of 64 with 4 sequences verified; smaller and much larger "
+        "ones are slower.",
+        grid_search.search,
+        5,
+    ),
+    Figure(
+        "jacobi",
+        "fixed",
+        "Figure 5a",
+        "At 2 to 5 accepted tokens per forward, blocks of up to 64 are as fast as smaller ones on an H200, and 128 hardly slower.",
+        fixed_acceptance.fixed,
+    ),
+    Figure(
+        "jacobi",
+        "segments",
+        "Figure 4",
+        "In drafts of a model after this training, tokens that are not accepted yet are right in place, or in runs that are at another place.",
+        segments.count,
+        24,
+    ),
+    Figure(
+        "slowfast",
+        "strategies",
+        "Tables 2 and 3",
+        "SlowFast is nearly twice as fast as left to right and as blocks from the left, and as often right as diffusion; a feature cache "
+        "doubles its speed.",
+        strategies.compare,
+        24,
+    ),
     Figure("released", "slowfast-loops", "SlowFast Sampling", "The loops of its code, at their own thresholds.", None),
     Figure(
         "released",
@@ -239,7 +270,7 @@ def find(paper: str | None = None, name: str | None = None) -> list[Figure]:
 
     Example:
         >>> [figure.name for figure in find("jacobi")]
-        ['blocks', 'windows', 'multiblock', 'forcings', 'knee']
+        ['blocks', 'windows', 'multiblock', 'forcings', 'knee', 'search', 'fixed', 'segments']
     """
     known = ", ".join(PAPERS)
     check(paper is None or paper in PAPERS, _OP, "paper", f"be one of {known}", repr(paper))

@@ -18,6 +18,7 @@ from pdkernels.training.packing import NoiseAwareSample
 
 Schedule: TypeAlias = Literal["code", "paper"]
 Order: TypeAlias = Literal["progressive", "reverse", "random"]
+Noise: TypeAlias = Literal["suffix", "differing"]
 
 
 class Trajectory(NamedTuple):
@@ -123,31 +124,37 @@ def noise_ratios(window: int, schedule: Schedule = "code") -> list[float]:
     return [step / steps for step in range(window)]
 
 
-def choose_record(records: Tensor, ratio: float) -> int:
+def choose_record(records: Tensor, ratio: float, noise: Noise = "suffix") -> int:
     """The record whose fraction of noise is closest to `ratio`, the first on ties.
 
     Args:
         records: ``(n, block_size)`` int32 or int64, the fixed point last.
-        ratio: the desired fraction. Noise runs from the first token that differs from the fixed point to the end of the
-            block, whether later tokens are right or not.
+        ratio: the desired fraction.
+        noise: "suffix", as in the released data script: noise runs from the first token that differs from the fixed
+            point to the end of the block, whether later tokens are right or not. "differing", as in the paper's section
+            3.1 and appendix C: the tokens that differ.
 
     Raises:
-        ValueError: records that are not ``(n, block_size)`` with n at least 1.
+        ValueError: records that are not ``(n, block_size)`` with n at least 1; an unknown kind of noise.
         TypeError: records that are not int32 or int64.
 
-    Source: Jacobi Forcing, its released data script. (The paper's appendix C counts the tokens that differ.)
+    Source: Jacobi Forcing, appendix C, and its released data script.
 
     Example:
         >>> records = torch.tensor([[1, 7, 3, 7], [1, 2, 3, 7], [1, 2, 3, 4]])      # noise of 3, 1 and 0 tokens
         >>> choose_record(records, 1.0), choose_record(records, 0.4), choose_record(records, 0.0)
         (0, 1, 2)
+        >>> choose_record(records, 0.5, "differing")  # two tokens differ, 7 and 7
+        0
     """
     op = "training.choose_record"
+    check(noise in ("suffix", "differing"), op, "noise", "be 'suffix' or 'differing'", repr(noise))
     check_index(op, "records", records, (None, None), None)
     check(len(records) >= 1, op, "records", "hold the fixed point at least", tuple(records.shape))
-    # All tokens after the first difference count.
-    noise = (records != records[-1]).cumsum(1).bool().sum(1)
-    return int((noise.double() / max(records.shape[1], 1) - ratio).abs().argmin())
+    different = records != records[-1]
+    if noise == "suffix":  # all tokens after the first difference count
+        different = different.cumsum(1).bool()
+    return int((different.sum(1).double() / max(records.shape[1], 1) - ratio).abs().argmin())
 
 
 def noise_aware_sample(
@@ -156,6 +163,7 @@ def noise_aware_sample(
     *,
     schedule: Schedule = "code",
     order: Order = "progressive",
+    noise: Noise = "suffix",
     generator: torch.Generator | None = None,
 ) -> NoiseAwareSample:
     """One record per block, noise growing from block to block, for `pack_noise_aware`.
@@ -166,10 +174,11 @@ def noise_aware_sample(
         schedule: see `noise_ratios`.
         order: "progressive" takes the ratios in turn, "reverse" from the last to the first, "random" samples one for
             every block.
+        noise: see `choose_record`.
         generator: the random generator, on the CPU; None: torch's default.
 
     Raises:
-        ValueError: a window below 1, an unknown schedule or order.
+        ValueError: a window below 1, an unknown schedule, order or noise.
 
     Source: Jacobi Forcing, section 3.1, equation 7; table 4 compares the orders, and the reverse one is worst.
 
@@ -195,7 +204,7 @@ def noise_aware_sample(
     clean = trajectory.fixed_points
     noisy = torch.empty_like(clean)
     for row, records, turn in zip(noisy, trajectory.blocks, turns, strict=True):
-        row.copy_(records[choose_record(records, ratios[turn % window])])
+        row.copy_(records[choose_record(records, ratios[turn % window], noise)])
     return NoiseAwareSample(trajectory.prompt, clean, noisy)
 
 

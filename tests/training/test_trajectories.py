@@ -167,6 +167,18 @@ def test_suffixes_count_and_not_tokens() -> None:
     assert [choose_record(records, ratio) for ratio in (1.0, 0.75, 0.6, 0.25, 0.2)] == [0, 0, 1, 1, 2]
 
 
+def test_of_differing_tokens_the_nearest_number_is_chosen() -> None:
+    """The paper's count, block by block: the record whose wrong tokens are closest to the ratio, the first on ties."""
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        blocks = [torch.randint(3, (5, 8), generator=generator) for _ in range(4)]
+        chosen = noise_aware_sample(Trajectory(torch.tensor([7]), blocks), 4, schedule="paper", noise="differing").noisy
+        for number, (records, row) in enumerate(zip(blocks, chosen)):
+            wrong = [sum(a != b for a, b in zip(record, records.tolist()[-1])) for record in records.tolist()]
+            distances = [abs(n - 2 * number) for n in wrong]  # of a ratio of number / 4 in 8 tokens
+            assert row.tolist() == records[distances.index(min(distances))].tolist()
+
+
 def sample_of(blocks: int, size: int = 4) -> Trajectory:
     """Block i converges by one token per step: record r has noise of ``size - r`` tokens."""
     fixed = torch.arange(blocks * size).view(blocks, size)
@@ -217,6 +229,7 @@ def test_samples_can_be_packed(script: str, block_size: int, window: int, end: i
         "noise_ratios: window must be at least 1, got 0": lambda: noise_ratios(0),
         "TypeError: window must be an int, got float": lambda: noise_ratios(2.0),
         "schedule must be 'code' or 'paper', got 'linear'": lambda: noise_ratios(2, "linear"),
+        "noise must be 'suffix' or 'differing', got 'all'": lambda: choose_record(torch.zeros(1, 3), 0.5, "all"),
         "records must hold the fixed point": lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5),
         "records must have shape (any, any)": lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5),
         "TypeError: records must be an int32 or int64 tensor": lambda: choose_record(torch.zeros(2, 3), 0.5),

@@ -33,7 +33,7 @@ Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # the tokens dra
 def decode(
     session: Session,
     *,
-    block_size: int = 16,
+    block_size: int = 8,
     blocks: int = 2,
     spawn_ratio: float = 0.85,
     pool_size: int = 4,
@@ -46,7 +46,7 @@ def decode(
 
     Args:
         block_size: tokens per block. The paper's 64 (`PAPER_SETTINGS`) fill what a B200 computes in the time of one
-            row; on a CPU few rows are free, and 16 are faster (docs/papers/jacobi.md).
+            row; on a CPU few rows are free, and 8 are the fastest (docs/papers/jacobi.md).
         blocks: maximum number of active blocks, including the one being committed.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
         pool_size: how many rejected sequences are kept to find candidates in; the oldest is dropped first. 0: no
