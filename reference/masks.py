@@ -129,13 +129,16 @@ def dual_stream(
 
 
 def planned(
-    stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = False, open_chunks: str = "hidden"
+    stages: Sequence[tuple[int, Sequence[int], bool]],
+    sparse: bool = False,
+    open_chunks: str = "hidden",
+    inside: str = "full",
 ) -> Mask:
     """Planned Diffusion. The mask is built as in the released training code, row by row of text:
 
     plan tokens attend to what has been shown to plan tokens so far, and to each other causally; the chunks of a round see the
-    same (or, with "visible" open chunks, all earlier rows), and each other (dense) or only their own chunk (sparse); a sync
-    token sees all earlier rows and shows them to all later rows.
+    same (or, with "visible" open chunks, all earlier rows), and each other (dense) or only their own chunk (sparse), of
+    which a causal one shows what comes before; a sync token sees all earlier rows and shows them to all later rows.
     """
     shown: set[int] = set()  # tokens that plan rows may see
     seen_by: list[set[int]] = []
@@ -151,7 +154,7 @@ def planned(
         for begin, end in spans:
             mates = range(begin, end) if sparse else range(start, spans[-1][1])
             past = shown if open_chunks == "hidden" else set(range(start))
-            seen_by += [past | set(mates) for _ in range(begin, end)]
+            seen_by += [past | {k for k in mates if inside == "full" or k <= q} for q in range(begin, end)]
         if sync:
             shown = set(range(len(seen_by) + 1))
             seen_by.append(set(shown))

@@ -160,8 +160,8 @@ def scaffold(chunks: Sequence[Sequence[int]], tags: Any) -> list[int]:
 class Whole:
     """Every forward runs over the whole text."""
 
-    def __init__(self, model: Model, tags: Any, sparse: bool) -> None:
-        self._model, self._tags, self._sparse = model, tags, sparse
+    def __init__(self, model: Model, tags: Any, sparse: bool, inside: str = "full") -> None:
+        self._model, self._tags, self._sparse, self._inside = model, tags, sparse, inside
         self._stages = list[Stage]()
         self._start = 0  # of the round, after the last sync
 
@@ -182,7 +182,7 @@ class Whole:
         self._start = len(text)
 
     def _forward(self, tokens: list[int], stage: Stage) -> Tensor:
-        mask, positions = planned_mask([*self._stages, stage], self._sparse)
+        mask, positions = planned_mask([*self._stages, stage], self._sparse, inside=self._inside)
         return self._model(torch.tensor([tokens], dtype=torch.int64), positions[None], mask)[0]
 
 
@@ -222,8 +222,8 @@ class Choices:
     def __init__(self, tags: Any, mask_token: int, steps_ratio: float, threshold: float | None) -> None:
         self.tags, self.mask_token, self.steps_ratio, self.threshold = tags, mask_token, steps_ratio, threshold
 
-    def rows(self, model: Model, sparse: bool) -> Whole:
-        return Whole(model, self.tags, sparse)
+    def rows(self, model: Model, sparse: bool, inside: str = "full") -> Whole:
+        return Whole(model, self.tags, sparse, inside)
 
     def items(self, text: list[int], plan: list[int]) -> list[Item]:
         """Of a text that ends with this plan."""
@@ -251,6 +251,7 @@ def planned(
     steps_ratio: float = 1.0,
     order: str | None = None,
     threshold: float | None = None,
+    chunks: str = "diffusion",
     length_scale: float = 1.0,
     unit: int | None = None,
     on_bad_plan: str = "stop",
@@ -280,6 +281,8 @@ def planned(
         steps_ratio: r; a round has r times as many steps as its longest chunk has masks.
         order: score that ranks masks: "entropy", "confidence" or "margin"; None: entropy, or confidence with a threshold.
         threshold: commit all whose confidence reaches it instead, and always the best one.
+        chunks: "autoregressive": each chunk is written token by token, beside the others and without seeing them, and ends with
+            the first filler or closing tag (Pasta); a step writes a token of every open chunk.
         length_scale, unit: a chunk has ``int(number * unit * length_scale)`` masks; unit None: that of the tags.
         on_bad_plan: "stop" or "raise".
         max_rounds: end after this many; None: no limit.
@@ -300,7 +303,8 @@ def planned(
     sampling = _Sampling(temperature, top_p, top_k, seed)
     text, limit = list(prompt), len(prompt) + max_new_tokens
     rules = choices(tags, mask_token, steps_ratio, threshold)
-    rows = rules.rows(model, sparse)
+    in_turn = chunks == "autoregressive"
+    rows = rules.rows(model, sparse or in_turn, "causal" if in_turn else "full")
     banned = [mask_token, *(set(_control(tags)) - {tags.pad}), *end_tokens]
     unit = tags.unit if unit is None else unit
     rounds, trace = list[PlannedRound](), list[PlannedStep]()
@@ -340,16 +344,22 @@ def planned(
             rounds.append(PlannedRound(plan, items, [], 0, name))
             return done("length")
 
-        chunks = [[mask_token] * length for length in lengths]
+        contents = [[mask_token] * length for length in lengths]
         steps, step = rules.steps_of(max(lengths, default=0)), 0
-        while any(mask_token in chunk for chunk in chunks):
+        while any(mask_token in chunk for chunk in contents):
             steps_taken += 1
-            logits = rows.fill(text, chunks)
-            before, committed = [list(chunk) for chunk in chunks], dict[tuple[int, int], int]()
+            logits = rows.fill(text, contents)
+            before, committed = [list(chunk) for chunk in contents], dict[tuple[int, int], int]()
             base = len(text) + 1
-            for number, chunk in enumerate(chunks):
+            for number, chunk in enumerate(contents):
                 offsets = [offset for offset, token in enumerate(chunk) if token == mask_token]
-                if offsets:
+                if offsets and in_turn:
+                    at, ends = offsets[0], [tags.pad, tags.chunk_close]
+                    others = [token for token in banned if token not in ends]
+                    now = forwards + steps_taken
+                    token = sampling.guess(logits[number][[at]], [base + at], now, others, "confidence")[0][0]
+                    committed |= {(number, o): tags.pad for o in offsets} if token in ends else {(number, at): token}
+                elif offsets:
                     shift = 1 if tags.predicts == "next" else 0
                     ids, scores = sampling.guess(
                         logits[number][[1 + offset - shift for offset in offsets]],
@@ -362,12 +372,12 @@ def planned(
                         committed[number, offsets[rank]] = ids[rank]
                 base += len(chunk) + 2
             for (number, offset), token in committed.items():
-                chunks[number][offset] = token
+                contents[number][offset] = token
             trace.append(PlannedStep(len(rounds), before, committed))
             step += 1
-        rounds.append(PlannedRound(plan, items, chunks, step, name))
-        text += [*scaffold(chunks, tags), stop]
-        rows.end(text, chunks)
+        rounds.append(PlannedRound(plan, items, contents, step, name))
+        text += [*scaffold(contents, tags), stop]
+        rows.end(text, contents)
         if name == "end":
             return done("end")
         if lengths != asked:

@@ -31,8 +31,9 @@ class Text(NamedTuple):
     """Length of the prompt."""
 
 
-def visible(text: Text, sparse: bool) -> Tensor:
-    """(T, T) bool, the closed form over the tables, for texts whose rounds all end with a sync, except the last."""
+def visible(text: Text, sparse: bool, causal: bool = False) -> Tensor:
+    """(T, T) bool, the closed form over the tables, for texts whose rounds all end with a sync, except the last. Causal chunks are
+    sparse ones that are written token by token."""
     chunk, number = text.chunk, text.round
     everything = range(len(text.tokens))
 
@@ -41,7 +42,9 @@ def visible(text: Text, sparse: bool) -> Tensor:
             return k <= q
         if number[k] < number[q]:
             return True
-        return chunk[q] > 0 and (chunk[k] == chunk[q] if sparse else number[k] == number[q])
+        if causal and k > q:
+            return False
+        return chunk[q] > 0 and (chunk[k] == chunk[q] if sparse or causal else number[k] == number[q])
 
     return torch.tensor([[sees(q, k) for k in everything] for q in everything])
 
@@ -90,3 +93,20 @@ def loss(
     for row, target in own.items():
         chunks = chunks + F.cross_entropy(chunk_logits[text.round[target]][row], clean[target]) / p_mask[target]
     return plans, chunks, len(text.tokens) - text.prompt
+
+
+def loss_in_turn(logits_of: Logits, text: Text, ends: Sequence[int]) -> tuple[Tensor, int]:
+    """All of the text token by token (Pasta-SFT): the sum over the rows of plans and chunks, and the tokens of the response. A chunk is
+    trained up to the first of the tokens `ends`: filler, or its closing tag."""
+    clean = torch.tensor(text.tokens)
+    logits = logits_of(clean, visible(text, True, causal=True))
+    targets = plan_labels(text)
+    for row, number in enumerate(text.chunk):
+        opens = number > 0 and (row == 0 or text.chunk[row - 1] != number)
+        while opens and text.tokens[row] not in ends:
+            targets[row] = row + 1
+            row += 1
+    total = logits.new_zeros(())
+    for row, target in targets.items():
+        total = total + F.cross_entropy(logits[row], clean[target])
+    return total, len(text.tokens) - text.prompt

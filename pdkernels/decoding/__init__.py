@@ -16,6 +16,7 @@ from pdkernels.decoding.paper_settings import PAPER_SETTINGS
 from pdkernels.decoding.planned.lanes import chunk_lanes
 from pdkernels.decoding.planned.outline import BAD_PLANS, BadPlan
 from pdkernels.decoding.recurrent.recurrent_adaptive import ExitCheck
+from pdkernels.decoding.skeleton import SkeletonResult, skeleton_of_thought
 from pdkernels.decoding.suffixes import SuffixPool
 from pdkernels.generation.noise import sequence_seed
 from pdkernels.generation.params import SamplingParams
@@ -62,6 +63,7 @@ __all__ = [
     "PlanRound",
     "RecurrentStep",
     "SamplingParams",
+    "SkeletonResult",
     "Stream",
     "SuffixPool",
     "TraceStep",
@@ -74,6 +76,7 @@ __all__ = [
     "is_lossless",
     "method_options",
     "sequence_seed",
+    "skeleton_of_thought",
     "stream",
     "supports",
 ]

@@ -7,10 +7,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from pdkernels._validation import check_choice, check_type
+from pdkernels._validation import check, check_choice, check_type
 from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, flag, integer
 
 OpenChunks = Literal["hidden", "visible"]
+Inside = Literal["full", "causal"]
 
 
 class Stage(NamedTuple):
@@ -25,7 +26,10 @@ class Stage(NamedTuple):
 
 
 def planned(
-    stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False, open_chunks: OpenChunks = "hidden"
+    stages: Sequence[Stage | tuple[Any, ...]],
+    sparse: bool = False,
+    open_chunks: OpenChunks = "hidden",
+    inside: Inside = "full",
 ) -> SegmentMask:
     """Plans are causal, chunks attend to the text before their round and to themselves, and a sync makes chunks
     visible::
@@ -50,15 +54,18 @@ def planned(
         open_chunks: whether chunks of an earlier round without a sync are "hidden" from later chunks, as in training,
             or "visible", as in the sampler's accumulated mask. Plan tokens never attend to them. This matters only for
             a text that continues without a sync, which the sampler never writes.
+        inside: attention inside a chunk: "full", as masks need it, or "causal", for sparse chunks that are written
+            token by token, each on its own (Pasta).
 
     Returns:
         A square mask over all tokens in text order; positions are 0, 1, 2, ...
 
     Raises:
-        ValueError: a negative length; an unknown name.
+        ValueError: a negative length; an unknown name; causal chunks that are not sparse.
         TypeError: something that is not a stage, or not a bool.
 
-    Source: Planned Diffusion, section 4.2 and appendix H, and the masks of its released training code.
+    Source: Planned Diffusion, section 4.2 and appendix H, and the masks of its released training code; causal chunks:
+    its baseline Pasta (Jin et al., "Learning to keep a promise").
 
     Example:
         >>> import pdkernels as pd
@@ -71,6 +78,9 @@ def planned(
     op = "planned"
     sparse = flag(op, "sparse", sparse)
     check_choice(f"masks.{op}", "open_chunks", open_chunks, get_args(OpenChunks))
+    check_choice(f"masks.{op}", "inside", inside, get_args(Inside))
+    alone = inside == "full" or sparse
+    check(alone, f"masks.{op}", "inside", "be 'full' where chunks attend to each other", repr(inside), "Pass sparse=True.")
     check_type(isinstance(stages, Iterable), f"masks.{op}", "stages", "be a sequence of stages", type(stages).__name__)
     segments: list[Segment] = []
     hidden: list[range] = []  # segments of chunks that no sync has made visible yet
@@ -87,7 +97,7 @@ def planned(
         past = _without(first, hidden) if open_chunks == "hidden" else (range(first),)
         for chunk, length in enumerate(chunks, start=first):
             siblings = () if sparse else (range(first, chunk), range(chunk + 1, last))
-            segments.append(Segment(integer(op, "chunks", length, 0), "full", (*past, *siblings), "chunk"))
+            segments.append(Segment(integer(op, "chunks", length, 0), inside, (*past, *siblings), "chunk"))
         if last > first:
             hidden.append(range(first, last))
         if flag(op, "sync", sync):

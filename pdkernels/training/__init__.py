@@ -24,6 +24,7 @@ from pdkernels.training.packing import (
     pack_dual_stream,
     pack_noise_aware,
 )
+from pdkernels.training.pasta import pack_pasta
 from pdkernels.training.planned import (
     NoisyPlan,
     PlanItem,
@@ -96,6 +97,7 @@ __all__ = [
     "orders",
     "pack_dual_stream",
     "pack_noise_aware",
+    "pack_pasta",
     "pack_planned",
     "planned_loss",
     "planned_terms",

@@ -62,6 +62,9 @@ def accepted_kinds(method: str) -> list[str]:
 
 
 INTERVALS: dict[str, Any] = {"prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5}
+# Filters that depend on tokens, which every method follows.
+ROWS: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
+ROWS |= {"logit_bias": {3: 1.5, 4: -2.0}, "suppress_tokens": [5], "bad_words": [[6]]}
 FORMS: dict[str, list[dict[str, Any]]] = {
     "autoregressive": [{"top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.9}],
     "jacobi": [{"block_size": 1}, {"block_size": 4}, {"window": 5}, {"draft": "lookup"}],
@@ -137,11 +140,15 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "recurrent_diffusion": [{"headway": 2}, {"exit": "fixed"}, {"rule": "last", "noise": 0.1}],
     "recurrent_adaptive": [{"criterion": "kl"}, {"adaptive_prompt": True}],
     "recurrent_self_speculation": [{"block_size": 2}],
-    "planned": [{"sparse": True}, {"sparse": True, "cache": "drop_finished"}, {"threshold": 0.3}, {"steps_ratio": 0.5}],
+    "planned": [
+        {"sparse": True},
+        {"sparse": True, "cache": "drop_finished"},
+        {"threshold": 0.3},
+        {"steps_ratio": 0.5},
+        {"chunks": "autoregressive"},
+        {"chunks": "autoregressive", **ROWS},
+    ],
 }
-# Filters that depend on tokens, which every method follows.
-ROWS: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
-ROWS |= {"logit_bias": {3: 1.5, 4: -2.0}, "suppress_tokens": [5], "bad_words": [[6]]}
 SMALL = {"fast_dllm": {"block_size": 4}, "fast_dllm_v2": {"block_size": 4, "small_block_size": 2}}
 
 

@@ -247,6 +247,8 @@ def test_most_probable_completion() -> None:
         {"steps_ratio": 0.2},
         {"sparse": True, "cache": "drop_finished"},
         {"top_k": 3, "temperature": 0.7},
+        {"chunks": "autoregressive"},
+        {"chunks": "autoregressive", "temperature": 1.0},
     ],
 )
 def test_chunks_of_plans(options: dict[str, Any]) -> None:

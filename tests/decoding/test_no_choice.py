@@ -114,7 +114,7 @@ def forms(method: str) -> list[dict[str, Any]]:
         "slowfast": [{"cycle": "mean"}, {"k_slow": 0}, {"prompt_interval": 3}],
         "recurrent_diffusion": [{"headway": 2}, {"exit": "fixed"}, {"max_recurrences": 0}],
         "recurrent_adaptive": [{"criterion": "kl"}, {"adaptive_prompt": True}],
-        "planned": [{"order": "confidence"}],
+        "planned": [{"order": "confidence"}, {"chunks": "autoregressive"}],
     }
     return found + own.get(method, [])
 

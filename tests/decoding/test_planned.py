@@ -44,7 +44,7 @@ draws = st.sampled_from(
     predicts=st.sampled_from(["own", "next"]),
     batch=prompt_lists,
     limit=st.integers(0, 48),
-    kind=st.sampled_from([(False, "exact"), (True, "exact"), (True, "drop_finished")]),
+    kind=st.sampled_from([(False, "exact"), (True, "exact"), (True, "drop_finished"), "autoregressive"]),
     steps_ratio=st.sampled_from([1.0, 1.0, 0.75, 0.5, 0.25, 0.01]),
     rule=rules,
     distribution=draws,
@@ -56,9 +56,14 @@ draws = st.sampled_from(
 def test_equals_the_reference(
     weights, predicts, batch, limit, kind, rule, distribution, sizes, page_size, **options
 ) -> None:
-    options |= {"sparse": kind[0]} | rule | distribution | sizes
+    options |= distribution | sizes
+    given = {"max_new_tokens": limit, "trace": True, "page_size": page_size}
+    if kind == "autoregressive":
+        options |= {"chunks": kind, "steps_ratio": 1.0}
+    else:
+        options |= {"sparse": kind[0]} | rule
+        given["cache"] = kind[1]
     model = planning_model(weights, predicts)
-    given = {"max_new_tokens": limit, "trace": True, "page_size": page_size, "cache": kind[1]}
     result = generate(model, batch, METHOD, **given, **options)
     assert_same(result, references(model, batch, limit, **options))
 

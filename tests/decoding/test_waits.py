@@ -179,12 +179,13 @@ def test_what_counts_as_waiting() -> None:
             assert log == expected, action
 
 
-def test_chunks_of_several_sequences_wait_once_a_step() -> None:
+@pytest.mark.parametrize("chunks", ["diffusion", "autoregressive"])
+def test_chunks_of_several_sequences_wait_once_a_step(chunks: str) -> None:
     """For plans, chunks that enter the cache and open chunks together."""
     model = planning_model.__wrapped__(1, "own", 16, "float32").to("cuda")
     prompts, options = (
         [[11, 3, END], [12, 12, 12, END], [10, END]],
-        {"temperature": 0.7, "seed": 1, "max_new_tokens": 40},
+        {"temperature": 0.7, "seed": 1, "max_new_tokens": 40, "chunks": chunks},
     )
     for _ in range(2):  # plans of masks are made on the host, but only once
         with waits(model.embedding) as log:

@@ -53,11 +53,10 @@ def block_causal(draw: st.DrawFn) -> Call:
 @st.composite
 def planned(draw: st.DrawFn, name: str = "planned") -> Call:
     stage = st.tuples(sizes(4), st.lists(sizes(4), max_size=3).map(tuple), st.booleans())
-    return name, {
-        "stages": draw(st.lists(stage, max_size=4)),
-        "sparse": draw(st.booleans()),
-        "open_chunks": draw(st.sampled_from(["hidden", "visible"])),
-    }
+    stages, sparse = draw(st.lists(stage, max_size=4)), draw(st.booleans())
+    inside = {"inside": draw(st.sampled_from(["full", "causal"]))} if name == "planned" and sparse else {}
+    open_chunks = draw(st.sampled_from(["hidden", "visible"]))
+    return name, {"stages": stages, "sparse": sparse, "open_chunks": open_chunks, **inside}
 
 
 @st.composite

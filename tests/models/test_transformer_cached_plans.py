@@ -249,8 +249,8 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions must have shape (3,) or (2, 3), got (4,)."),
     (
-        {"positions": torch.tensor([0, 1, 3])},
-        "positions must lie in [-length, 3) with a cache, got 0..3. There they count from the cached length.",
+        {"positions": torch.tensor([0, 1, 11])},
+        "positions must lie in [-length, 11 - length) with a cache, got 0..11. There they count from the cached length.",
     ),
     (
         {"adapted": True},

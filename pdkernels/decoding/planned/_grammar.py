@@ -27,12 +27,7 @@ class ChunkGrammar:
         self._grammar: Any = session.grammar
         for text, chunks in zip(texts, live, strict=True):
             for chunk in chunks:
-                self._check(text, len(text.chunks[chunk]))
-
-    def _check(self, text: PlannedText, length: int) -> None:
-        least, source = self._grammar.least(text.sequence)
-        fault = f"the plan asks for a chunk of {length} tokens, and {source} takes {least} at least"
-        refuse(least > length, "decoding.planned", fault)
+                check_room(self._grammar, text, chunk)
 
     def words(self, width: int) -> Tensor:
         """As `Filters.allowed`: for the masks of each text, one chunk after another, `width` rows."""
@@ -67,6 +62,13 @@ class ChunkGrammar:
                 if settled != after:
                     canvas[number, first:last] = torch.tensor(settled, device=canvas.device)
                 first = last + 2
+
+
+def check_room(grammar: Any, text: PlannedText, chunk: int) -> None:
+    """Refuses a chunk that is shorter than every text of the grammar."""
+    (least, source), length = grammar.least(text.sequence), len(text.chunks[chunk])
+    fault = f"the plan asks for a chunk of {length} tokens, and {source} takes {least} at least"
+    refuse(least > length, "decoding.planned", fault)
 
 
 def without(logits: Tensor, allowed: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pdkernels.generation.traces import ChunkStep
 from pdkernels.models.plan_tokens import PlanTokens
 
 Keeping = Literal["exact", "drop_finished"]
+Chunks = Literal["diffusion", "autoregressive"]
 OnBadPlan = Literal["stop", "raise"]
 CACHES, BAD_PLAN_WAYS = get_args(Keeping), get_args(OnBadPlan)
 
@@ -34,6 +35,7 @@ class PlanOptions:
     sparse: bool
     steps_ratio: float
     threshold: float | None
+    chunks: Chunks
     unit: float
     """Masks per unit of a number, the scale included."""
     cache: Keeping
@@ -139,7 +141,7 @@ class PlannedText:
     def live(self) -> list[int]:
         """The chunks whose rows a step computes."""
         chunks = range(len(self.chunks))
-        if self._options.cache == "exact" or self._step == 0:
+        if self._options.chunks == "diffusion" and (self._options.cache == "exact" or self._step == 0):
             return list(chunks)
         return [chunk for chunk in chunks if self._is_open(chunk)]
 
@@ -158,10 +160,20 @@ class PlannedText:
         counts = [self.chunks[chunk].count(self._options.mask_token) for chunk in live]
         return [quota(masks, self._step, self._steps) for masks in counts]
 
-    def filled(self, live: Sequence[int], contents: Sequence[list[int]]) -> None:
-        """Takes the `contents` that a step left in the chunks `live`."""
+    def continued(self, live: Sequence[int], tokens: Sequence[int]) -> None:
+        """Takes the next token of each of the chunks `live`. Filler and closing tags end a chunk."""
+        tags, mask, contents = self._options.tags, self._options.mask_token, []
+        for chunk, token in zip(live, tokens, strict=True):
+            written = self.chunks[chunk].index(mask)
+            left = len(self.chunks[chunk]) - written
+            new = [tags.pad] * left if token in (tags.pad, tags.chunk_close) else [token] + [mask] * (left - 1)
+            contents.append(self.chunks[chunk][:written] + new)
+        self.filled(live, contents, len(live))
+
+    def filled(self, live: Sequence[int], contents: Sequence[list[int]], rows: int | None = None) -> None:
+        """Takes the `contents` that a step over so many `rows` left in the chunks `live`; None: over all of theirs."""
         mask, committed = self._options.mask_token, dict[tuple[int, int], int]()
-        self._count("chunks", sum(len(content) + 2 for content in contents))
+        self._count("chunks", sum(len(content) + 2 for content in contents) if rows is None else rows)
         before, done = self.chunks, []
         self.chunks = [list(chunk) for chunk in before]
         for chunk, content in zip(live, contents, strict=True):

@@ -1,8 +1,9 @@
 """Planned diffusion: a plan is written token by token, then the chunks that it requests are filled in together, by
 confidence.
 
-Source: "Planned Diffusion" and its released decoder. The plain form is reference/planned.py; both take the same
-forwards, draw the same tokens and fill the same positions.
+Source: "Planned Diffusion" and its released decoder; chunks written token by token: Jin et al., "Learning to keep a
+promise" (Pasta), its baseline. The plain form is reference/planned.py; both take the same forwards, draw the same
+tokens and fill the same positions.
 
 A round's chunks are rows after the cached text that see it and, with `sparse`, only themselves; no step stores them.
 Finished chunks enter the cache together with the sync token, whose forward starts the next plan: exact, and without an
@@ -22,8 +23,17 @@ import torch
 
 from pdkernels._validation import check, check_choice, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding.planned._grammar import ChunkGrammar, without
-from pdkernels.decoding.planned._text import BAD_PLAN_WAYS, CACHES, Keeping, OnBadPlan, PlannedText, PlanOptions
+from pdkernels.decoding.planned._grammar import ChunkGrammar, check_room, without
+from pdkernels.decoding.planned._branches import Branches
+from pdkernels.decoding.planned._text import (
+    BAD_PLAN_WAYS,
+    CACHES,
+    Chunks,
+    Keeping,
+    OnBadPlan,
+    PlannedText,
+    PlanOptions,
+)
 from pdkernels.decoding.planned.outline import joined, text_pieces
 from pdkernels.generation.cache_rows import rows_of
 from pdkernels.generation.noise import (
@@ -55,6 +65,7 @@ def decode(
     steps_ratio: float = 1.0,
     order: Order | None = None,
     threshold: float | None = None,
+    chunks: Chunks = "diffusion",
     length_scale: float = 1.0,
     unit: int | None = None,
     cache: Keeping = "exact",
@@ -74,6 +85,10 @@ def decode(
             threshold.
         threshold: fill all positions of a chunk whose confidence reaches this, and always the most confident one,
             instead of as many as would be filled at equal shares per step.
+        chunks: "diffusion" fills in the masks of a chunk, "autoregressive" writes it token by token, beside the others and
+            without seeing them, up to the first filler or closing tag (Pasta); the model must be trained for it
+            (`pdkernels.training.pack_pasta`), and `sparse`, `steps_ratio`, `order`, `threshold` and `cache` have no
+            meaning.
         length_scale: factor of the lengths that plans request.
         unit: how many tokens a 1 in a plan stands for; None: the model's own.
         cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk is left out of further steps.
@@ -97,6 +112,11 @@ def decode(
         check(by_confidence, _OP, "order", "be 'confidence' with a threshold", repr(order), "Leave one of them out.")
     checked_number(_OP, "length_scale", length_scale, 1000.0)
     unit = tags.unit if unit is None else checked_size(_OP, "unit", unit)
+    check_choice(_OP, "chunks", chunks, get_args(Chunks))
+    in_turn = chunks == "autoregressive"
+    plain = not sparse and (steps_ratio, order, threshold, cache) == (1.0, None, None, "exact")
+    remedy = "They have no sparse, steps_ratio, order, threshold and cache."
+    check(plain or not in_turn, _OP, "chunks", "be 'diffusion' with options of its steps", repr(chunks), remedy)
     check_choice(_OP, "cache", cache, CACHES)
     visible = cache != "drop_finished" or sparse
     check(visible, _OP, "cache", "not drop chunks that others see", repr(cache), "Pass sparse=True.")
@@ -105,9 +125,8 @@ def decode(
         checked_size(_OP, "max_rounds", max_rounds)
     check_type(joiner is None or isinstance(joiner, str), _OP, "joiner", "be a str or None", type(joiner).__name__)
     ends = session.end_tokens
-    options = PlanOptions(
-        tags, mask_token, ends, sparse, steps_ratio, threshold, unit * length_scale, cache, on_bad_plan, max_rounds
-    )
+    rule: tuple[Any, ...] = sparse or in_turn, steps_ratio, threshold, chunks
+    options = PlanOptions(tags, mask_token, ends, *rule, unit * length_scale, cache, on_bad_plan, max_rounds)
     if session.model.tokenizer is not None:
         others, plain = {mask_token, *ends}, session.model.tokenizer.decode
         session.text_of = lambda tokens, decode=plain: joined(text_pieces(tokens, tags, others), tags, decode, joiner)
@@ -186,7 +205,11 @@ class Rounds:
         self._device = self._cache.lengths.device
         guess.to_(self._device)
         tags = options.tags
-        self._banned = (options.mask_token, *(token for token in tags.control if token != tags.pad), *options.ends)
+        in_turn = options.chunks == "autoregressive"
+        self._inside: Literal["full", "causal"] = "causal" if in_turn else "full"
+        allowed = (tags.pad, tags.chunk_close) if in_turn else (tags.pad,)
+        self._banned = (options.mask_token, *(token for token in tags.control if token not in allowed), *options.ends)
+        self._branches = Branches(self._model, self._cache) if in_turn else None
 
     def run(self, texts: Sequence[PlannedText]) -> None:
         """Until all are done."""
@@ -204,13 +227,23 @@ class Rounds:
             counts = [[grown.get(sequence, 0)] for sequence in range(self._session.batch)]
             self._cache.commit_(to_device_async(counts, self._device)[:, 0])
         live = [text.live for text in filling]
-        if filling:
+        if filling and self._branches is not None:
+            answers.append(self._continue(self._branches, filling, live))
+        elif filling:
             quotas = [text.quotas(chunks) for text, chunks in zip(filling, live, strict=True)]
             answers.append(self._fill(filling, live, quotas))
         # The one read of the device in a step.
         read = torch.cat(answers).tolist()
         for text in (*outlining, *entering):
             text.planned(read.pop(0))
+        if self._branches is not None:
+            for text, chunks in zip(filling, live, strict=True):
+                tokens = [read.pop(0) for _ in chunks]
+                if min(tokens) < 0:
+                    self._session.fail_without_choice(text.sequence)
+                text.continued(chunks, tokens)
+                self._branches.keep_(text)
+            return
         width = len(read) // max(len(filling), 1)
         for index, text in enumerate(filling):
             *row, no_choice = read[index * width : (index + 1) * width]
@@ -241,10 +274,39 @@ class Rounds:
         tokens, counts, positions = table[:, :width], table[:, width], table[:, width + 1 :]
         ragged = any(len(text.rows) < width for text in texts)
         layouts = tuple((text.round_lengths, True) for text in texts)
-        mask = _tail(layouts, self._options.sparse, self._device) if texts[0].round_lengths else None
+        entered = bool(texts[0].round_lengths)
+        mask = _tail(layouts, self._options.sparse, self._device, self._inside) if entered else None
         hidden = self._model.hidden(tokens, cache=cache, counts=counts if ragged else None, mask=mask)
         last = hidden.gather(1, (counts - 1)[:, None, None].expand(-1, 1, hidden.shape[-1]))
         guesses = self._guess(last, sequences, OWN, positions, (self._options.mask_token,))
+        return guesses.ids.masked_fill(guesses.probs.isnan(), -1)[:, 0]
+
+    def _continue(
+        self, branches: Branches, texts: Sequence[PlannedText], live: Sequence[list[int]]
+    ) -> torch.Tensor:
+        """The next token of each of the chunks, text by text; -1 where logits gave no choice."""
+        self._session.forwards += 1
+        options, lines, allowed = self._options, [], []
+        for text, chunks in zip(texts, live, strict=True):
+            starts = text.chunk_starts
+            for chunk in chunks:
+                content = text.chunks[chunk]
+                written = content.index(options.mask_token)
+                token = content[written - 1] if written else options.tags.chunk_open
+                position = text.cached + starts[chunk] + 1 + written
+                lines.append([token, starts[chunk], position, text.number + 1, text.sequence])
+                if self._session.grammar is not None:
+                    check_room(self._session.grammar, text, chunk)
+                    allowed.append(self._session.grammar.chunk(text.sequence, content)[:1])
+        branches.grow_(texts)
+        order = branches.rows(texts, live)
+        table = to_device_async(lines, self._device)
+        ranked = to_device_async([order.ranked, order.back], self._device)
+        tokens, starts_of = (table[:, column : column + 1].index_select(0, ranked[0]) for column in (0, 1))
+        hidden = branches.forward_(tokens, starts_of, order.rows).index_select(0, ranked[1])
+        positions, number, sequences = table[:, 2:3], table[:, 3:4], table[:, 4]
+        words = torch.stack(allowed) if allowed else None
+        guesses = self._guess(hidden, sequences, number, positions, self._banned, words)
         return guesses.ids.masked_fill(guesses.probs.isnan(), -1)[:, 0]
 
     def _fill(
@@ -339,10 +401,15 @@ class _StepTable:
 
 
 @lru_cache(maxsize=64)
-def _tail(layouts: tuple[tuple[tuple[int, ...], bool], ...], sparse: bool, device: torch.device) -> TilePlan:
+def _tail(
+    layouts: tuple[tuple[tuple[int, ...], bool], ...],
+    sparse: bool,
+    device: torch.device,
+    inside: Literal["full", "causal"] = "full",
+) -> TilePlan:
     """The mask among the rows of rounds, from each sequence's lengths of chunks and whether a sync token follows
     them."""
-    masks = [planned([Stage(0, chunks, sync)], sparse) for chunks, sync in layouts]
+    masks = [planned([Stage(0, chunks, sync)], sparse, inside=inside) for chunks, sync in layouts]
     length = max(mask.q_len for mask in masks)
     # Inference may create them, but training may use them next.
     with torch.inference_mode(False):

@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         are meaningless. A `mask` (as above) replaces causal attention among the T rows; all of them attend to the whole
         prefix. With a mask, `counts` is the number of rows that are stored, 0 for a forward that only reads. The other
         rows are not padding: they are visible where the mask shows them, and their logits are valid. `positions` are
-        offsets from `cache.lengths`, below T, or below the capacity if nothing is stored; K and V are always stored in
+        offsets from `cache.lengths`, at most to position capacity + T - 1; K and V are always stored in
         the order of the rows. The cache is read in place, even if it is paged. In fp64, with head dimensions that are
         not a multiple of 8 in 16 .. 512 and with a bool `mask`, every layer copies it in every forward: give decoders
         plans.
@@ -536,11 +536,11 @@ class Transformer(nn.Module):
             )
         positions = cache.lengths[:, None] + offsets
         if lengths is not None and offsets.numel():
-            low, high = int(positions.min()), int(offsets.max())
-            limit = rows if counts is None or counts.any() else cache.capacity
-            expectation = f"lie in [-length, {limit}) with a cache"
-            actual = f"{int(offsets.min())}..{high}"
+            low, high = (int(value) for value in positions.aminmax())
+            limit = cache.capacity + rows
+            actual = f"{int(offsets.min())}..{int(offsets.max())}"
             remedy = "There they count from the cached length."
+            expectation = f"lie in [-length, {limit} - length) with a cache"
             check(low >= 0 and high < limit, "Transformer", "positions", expectation, actual, remedy)
         return visibility, self._rotation(table, positions)
 

@@ -1,0 +1,153 @@
+"""Skeleton-of-Thought: an outline first, then each of its points on its own, all in one batch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pdkernels._validation import check, check_type, message
+from pdkernels.decoding.generate import generate
+from pdkernels.generation.result import DecodeStats
+
+SKELETON_TEMPLATE = (
+    "You're an organizer responsible for only giving the skeleton (not the full content) for answering the question. "
+    "Provide the skeleton in a list of points (numbered 1., 2., 3., etc.) to answer the question. Instead of writing a "
+    "full sentence, each skeleton point should be very short with only 3~5 words. Generally, the skeleton should have "
+    "3~10 points. Now, please provide the skeleton for the following question.\n{question}\nSkeleton:\n"
+)
+"""The paper's prompt for a skeleton, without its examples and the roles of a chat."""
+POINT_TEMPLATE = (
+    "You're responsible for continuing the writing of one and only one point in the overall answer to the following "
+    "question.\n\n{question}\n\nThe skeleton of the answer is\n\n{skeleton}\n\nContinue and only continue the writing "
+    "of point {index}. Write it **very shortly** in 1~2 sentence and do not continue with other points!\n\n"
+    "{index}. {point}"
+)
+"""The paper's prompt for a point, which ends with the beginning of its answer."""
+POINTS = r"(\d+)\.\s?([\s\S]+?)(?=\n|\n*$)"
+"""The paper's pattern: number and words of each point of a skeleton."""
+_OP = "decoding.skeleton_of_thought"
+
+
+class Point(NamedTuple):
+    """A point of a skeleton, written out."""
+
+    index: str
+    """Its number, as the skeleton writes it."""
+    point: str
+    """Its words in the skeleton."""
+    expansion: str
+    """What the model wrote after them."""
+
+
+@dataclass(frozen=True)
+class SkeletonResult:
+    """Result of `skeleton_of_thought`.
+
+    Attributes:
+        text: the points, written out and joined; the skeleton itself if it has no points.
+        skeleton: `start`, and how the first generation continued it.
+        points: in the order of the skeleton.
+        stats: of the skeleton, and of all points together; the latter is None without points.
+    """
+
+    text: str
+    skeleton: str
+    points: tuple[Point, ...]
+    stats: tuple[DecodeStats, DecodeStats | None]
+
+    @property
+    def critical_path(self) -> int:
+        """Forwards that waited for each other: those of the skeleton, and of the longest point."""
+        return sum(stats.forwards for stats in self.stats if stats is not None)
+
+    @property
+    def seconds(self) -> float:
+        """Of both generations."""
+        return sum(stats.seconds for stats in self.stats if stats is not None)
+
+
+def skeleton_of_thought(
+    model: Any,
+    question: str,
+    method: str = "autoregressive",
+    *,
+    skeleton_template: str = SKELETON_TEMPLATE,
+    point_template: str = POINT_TEMPLATE,
+    start: str = "1.",
+    pattern: str = POINTS,
+    piece: str = "{index}. {point}{expansion}",
+    joiner: str = "\n",
+    max_skeleton_tokens: int = 128,
+    max_point_tokens: int = 128,
+    **options: Any,
+) -> SkeletonResult:
+    """Writes a skeleton of the answer, then expands its points in one batch. No point sees the text of another, so the
+    answer is not that of token-by-token decoding.
+
+    Args:
+        model: with a tokenizer; any that `method` accepts. It has to follow the two prompts.
+        question: of one user.
+        method: of both generations; see `generate`.
+        skeleton_template: prompt for the skeleton, with the field ``{question}``. Markers of a chat belong into the
+            templates.
+        point_template: prompt for a point, with the fields ``{question}``, ``{skeleton}``, ``{index}`` and ``{point}``.
+        start: the beginning of the skeleton, which the model continues.
+        pattern: regular expression whose two groups are the number and the words of a point.
+        piece: how a point appears in the text, with the fields ``{index}``, ``{point}`` and ``{expansion}``.
+        joiner: text between points.
+        max_skeleton_tokens, max_point_tokens: new tokens of the skeleton, and of each point.
+        options: of `generate`, for both generations.
+
+    Raises:
+        ValueError: a model without a tokenizer, a template with an unknown field, a pattern without two groups, what
+            `generate` refuses.
+        TypeError: a question or template that is not a str, `max_new_tokens`, what `generate` refuses.
+
+    Source: Ning et al., "Skeleton-of-Thought: prompting LLMs for efficient parallel generation", section 2 (prompts 1
+    and 2, pattern of points); a baseline of Planned Diffusion (section 5, decoding strategy 5).
+
+    Example:
+        >>> import pdkernels as pd
+        >>> model = pd.models.load("tiny-code")  # which follows no prompts: two points, by means of `start`
+        >>> found = pd.decoding.skeleton_of_thought(
+        ...     model, "Say hello.", start="1. one\\n2. two\\n", max_skeleton_tokens=1, max_point_tokens=4
+        ... )
+        >>> [point[:2] for point in found.points], found.critical_path
+        ([('1', 'one'), ('2', 'two')], 5)
+    """
+    given = {"question": question, "skeleton_template": skeleton_template, "point_template": point_template}
+    given |= {"start": start, "pattern": pattern, "piece": piece, "joiner": joiner}
+    for name, value in given.items():
+        check_type(isinstance(value, str), _OP, name, "be a str", type(value).__name__)
+    remedy = "It is max_skeleton_tokens and max_point_tokens here."
+    check_type("max_new_tokens" not in options, _OP, "max_new_tokens", "be left out", "one", remedy)
+    check(getattr(model, "tokenizer", None) is not None, _OP, "model", "have a tokenizer", type(model).__name__)
+    points_of = re.compile(pattern)
+    check(points_of.groups == 2, _OP, "pattern", "have two groups, number and words", repr(pattern))
+    # Both templates, and the piece, before the first forward.
+    asked = _filled("skeleton_template", skeleton_template, question=question)
+    _filled("point_template", point_template, question=question, skeleton="", index="", point="")
+    _filled("piece", piece, index="", point="", expansion="")
+
+    outline = generate(model, asked + start, method, max_new_tokens=max_skeleton_tokens, **options)
+    skeleton = start + outline.text
+    found = points_of.findall(skeleton)
+    if not found:
+        return SkeletonResult(skeleton, skeleton, (), (outline.stats, None))
+    prompts = [
+        _filled("point_template", point_template, question=question, skeleton=skeleton, index=index, point=point)
+        for index, point in found
+    ]
+    written = generate(model, prompts, method, max_new_tokens=max_point_tokens, **options)
+    points = tuple(Point(*each, text) for each, text in zip(found, written.text, strict=True))
+    text = joiner.join(_filled("piece", piece, **point._asdict()) for point in points)
+    return SkeletonResult(text, skeleton, points, (outline.stats, written.stats))
+
+
+def _filled(name: str, template: str, **fields: str) -> str:
+    try:
+        return template.format(**fields)
+    except (KeyError, IndexError, ValueError) as error:
+        known = ", ".join(f"{{{field}}}" for field in fields)
+        raise ValueError(message(_OP, name, f"have no other fields than {known}", repr(template))) from error
