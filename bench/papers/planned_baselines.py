@@ -1,26 +1,27 @@
 """The seven decoding strategies of planned diffusion beside each other, on orders.
 
 `tiny-planned` writes planned diffusion, dense and sparse. The baselines are `tiny-planned` after the same number of further steps on
-the same orders in another form: plain answers token by token, plain answers by diffusion, plans whose chunks are written token by
-token (Pasta-SFT), and skeletons whose points are written apart (Skeleton-of-Thought).
+the same orders in another form: token by token (plain answers, and skeletons and their points, since a model of this size follows no
+prompt that it was not trained on), by diffusion (plain answers), and plans whose chunks are written token by token (Pasta-SFT).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from bench.papers.runs import Progress
-from pdkernels import masks, models
+from pdkernels import decoding, masks, models
+from pdkernels.evaluation.machine import processor
+from pdkernels.evaluation.planned import KINDS, held_out_orders
 from pdkernels.training import (
     Orders,
+    PlanItem,
     PlannedBatch,
     PlannedSample,
     draw_chunk_masks,
@@ -31,7 +32,7 @@ from pdkernels.training import (
     pack_planned,
     planned_loss,
 )
-from pdkernels.training.planned import PlanItem
+from pdkernels.training.lists import PICK, PICKED
 
 STEPS, TOKENS, RATE, WARMUP = 500, 1200, 1e-3, 20
 MAX_PADS = 4
@@ -50,17 +51,19 @@ def samples(form: str, problem: Orders) -> Iterator[PlannedSample]:
     """The texts that a baseline is trained on, of one problem."""
     question, answers = problem.prompt, [item for items in problem.rounds for item in items]
     if form == "pasta":
-        rounds = [[PlanItem(list(topic.encode()), list(text.encode())) for topic, text in items] for items in problem.rounds]
+        rounds = [
+            [PlanItem(list(topic.encode()), list(text.encode())) for topic, text in items] for items in problem.rounds
+        ]
         yield PlannedSample(list(question.encode()), rounds)
-    elif form == "skeleton":
+    else:
+        yield PlannedSample(list(question.encode()), (), list(problem.text.encode()))
+    if form == "autoregressive":
         skeleton = skeleton_of(problem)
         asked = SKELETON.format(question=question) + "1."
         yield PlannedSample(list(asked.encode()), (), list(skeleton.removeprefix("1.").encode()))
         for index, (topic, text) in enumerate(answers, 1):
             asked = POINT.format(question=question, skeleton=skeleton, index=index, point=topic)
             yield PlannedSample(list(asked.encode()), (), list(text.removeprefix(f"{topic}:").encode()))
-    else:
-        yield PlannedSample(list(question.encode()), (), list(problem.text.encode()))
 
 
 def batches(form: str, model: Any, steps: int) -> Iterator[Any]:
@@ -69,7 +72,9 @@ def batches(form: str, model: Any, steps: int) -> Iterator[Any]:
         generator, layouts, used = torch.Generator().manual_seed(step), [], 0
         for problem in orders(step, items=(2, 4), picks=0.6):
             for sample in samples(form, problem):
-                layouts.append(lay_out(sample, model.plan_tokens, model.end_tokens[0], max_pads=MAX_PADS, generator=generator))
+                layouts.append(
+                    lay_out(sample, model.plan_tokens, model.end_tokens[0], max_pads=MAX_PADS, generator=generator)
+                )
                 used += max(len(layouts[-1].tokens), CANVAS if form == "diffusion" else 0)
             if used >= TOKENS:
                 break
@@ -128,3 +133,146 @@ def trained(form: str, progress: Progress, steps: int = STEPS, start: str = "tin
     if form != "pasta":
         model.plan_tokens = None
     return model.requires_grad_(False)
+
+
+class Answer(NamedTuple):
+    """What a strategy wrote for a prompt."""
+
+    text: str
+    path: int
+    """Forwards that waited for each other."""
+    tokens: int
+    """New ones, with control tokens and filler."""
+
+
+Strategy = Callable[[str, dict[str, Any]], Answer]
+LIMIT = 320
+"""New tokens of a text with plans."""
+PUBLISHED = {
+    "token by token": (6.272, 50.00),
+    "diffusion": (154.124, 52.59),
+    "Fast-dLLM": (77.723, 40.20),
+    "Pasta-SFT": (5.740, 26.13),
+    "Skeleton-of-Thought": (3.101, 40.72),
+    "planned": (4.934, 49.17),
+    "planned, sparse": (3.471, 44.59),
+}
+"""Table 1: seconds and length-controlled win rate. What it calls PD is sparse, as section 5 says."""
+
+
+def strategies(trained_models: dict[str, Any]) -> dict[str, Strategy]:
+    """The seven of section 5, with the options that it names."""
+    planner: Any = models.load("tiny-planned")
+
+    def plain(form: str, method: str, **own: Any) -> Strategy:
+        def run(prompt: str, sampling: dict[str, Any]) -> Answer:
+            given = {"max_new_tokens": CANVAS, **own, **sampling}
+            found: Any = decoding.generate(trained_models[form], prompt, decoding.find(method), **given)
+            return Answer(found.text, found.stats.forwards, found.stats.tokens)
+
+        return run
+
+    def chunks(model: Any, **own: Any) -> Strategy:
+        def run(prompt: str, sampling: dict[str, Any]) -> Answer:
+            given = {"max_new_tokens": LIMIT, "joiner": "", **own, **sampling}
+            found: Any = decoding.generate(model, prompt, "planned", **given)
+            return Answer(found.text, found.stats.plans[0].critical_path, found.stats.tokens)
+
+        return run
+
+    def skeleton(prompt: str, sampling: dict[str, Any]) -> Answer:
+        templates = {
+            "skeleton_template": SKELETON,
+            "point_template": POINT,
+            "piece": "{point}:{expansion}",
+            "joiner": "",
+        }
+        found = decoding.skeleton_of_thought(trained_models["autoregressive"], prompt, **templates, **sampling)
+        tokens = sum(stats.tokens for stats in found.stats if stats is not None)
+        return Answer(found.text, found.critical_path, tokens)
+
+    half: dict[str, Any] = {"algorithm": "confidence_threshold", "threshold": 0.9, "steps": CANVAS // 2}
+    return {
+        "token by token": plain("autoregressive", "autoregressive"),
+        "diffusion": plain("diffusion", "dream", steps=CANVAS),
+        "Fast-dLLM": plain("diffusion", "dream", **half),
+        "Pasta-SFT": chunks(trained_models["pasta"], chunks="autoregressive"),
+        "Skeleton-of-Thought": skeleton,
+        "planned": chunks(planner),
+        "planned, sparse": chunks(planner, sparse=True),
+    }
+
+
+FORMS = ("autoregressive", "diffusion", "pasta")
+
+
+def run(problems: int, progress: Progress) -> dict[str, Any]:
+    """Trains the baselines, then measures all strategies."""
+    made = {}
+    for number, form in enumerate(FORMS):
+        part = 0.2 * number
+        made[form] = trained(form, lambda what, share, part=part: progress(what, part + 0.2 * share))
+    return measured(made, problems, progress)
+
+
+def measured(trained_models: dict[str, Any], problems: int, progress: Progress) -> dict[str, Any]:
+    """Every strategy on every prompt, one after the other, in an order that rotates. Seconds are those of the process on the CPU."""
+    known, prompts = strategies(trained_models), held_out_orders(problems)
+    right = {name: {kind: [0, 0] for kind in KINDS} for name in known}
+    seconds: dict[str, list[float]] = {name: [] for name in known}
+    answers: dict[str, list[Answer]] = {name: [] for name in known}
+    names = list(known)
+    for name in names:
+        known[name](prompts[0].prompt, {})  # what is compiled or allocated once
+    for number, problem in enumerate(prompts):
+        sampling = {"temperature": 0.2, "top_p": 0.95, "seed": number}
+        for step in range(len(names)):
+            name = names[(number + step) % len(names)]
+            progress(name, 0.6 + 0.4 * number / len(prompts))
+            started = time.process_time()
+            answer = known[name](problem.prompt, sampling)
+            seconds[name].append(time.process_time() - started)
+            answers[name].append(answer)
+            for order, solved in problem.right(answer.text).items():
+                kind = KINDS[1 if order == PICK else 2 if order[0] == PICKED else 0]
+                right[name][kind][0] += solved
+                right[name][kind][1] += 1
+    orders_of = sum(count for _, count in right[names[0]].values())
+    rows = []
+    for name in names:
+        paths = [answer.path for answer in answers[name]]
+        ratios = [base / own for base, own in zip(seconds[names[0]], seconds[name])]
+        low, middle, high = (quantile(ratios, share) for share in (0.1, 0.5, 0.9))
+        published, win = PUBLISHED[name]
+        rows.append(
+            {
+                "": name,
+                "right": sum(good for good, _ in right[name].values()),
+                **{kind: "{} of {}".format(*right[name][kind]) for kind in KINDS},
+                "critical path": round(sum(paths) / len(paths), 1),
+                "tokens": round(sum(answer.tokens for answer in answers[name]) / len(paths), 1),
+                "ms": round(1e3 * sum(seconds[name]) / len(paths), 1),
+                "speed ratio, mean": round(sum(ratios) / len(ratios), 2),
+                "10 %, median, 90 %": f"{low:.2f}, {middle:.2f}, {high:.2f}",
+                "in the paper: ratio of seconds": round(PUBLISHED[names[0]][0] / published, 2),
+                "win rate": f"{win:.1f}%",
+            }
+        )
+    return {
+        "model": "tiny-planned, and trained on from it",
+        "steps": STEPS,
+        "tokens of a step": TOKENS,
+        "device": processor(),
+        "prompts": len(prompts),
+        "problems": orders_of,
+        "rows": rows,
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest.
+
+    >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([0.0, 10.0], 0.9)
+    (2.0, 9.0)
+    """
+    return float(torch.tensor(list(values), dtype=torch.float64).quantile(share))

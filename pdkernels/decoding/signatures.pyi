@@ -126,6 +126,7 @@ class Planned(Request, total=False):
     steps_ratio: float
     order: Literal["entropy", "confidence", "margin"] | None
     threshold: float | None
+    chunks: Literal["diffusion", "autoregressive"]
     length_scale: float
     unit: int | None
     cache: Literal["exact", "drop_finished"]

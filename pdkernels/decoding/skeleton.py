@@ -116,9 +116,9 @@ def skeleton_of_thought(
         >>> [point[:2] for point in found.points], found.critical_path
         ([('1', 'one'), ('2', 'two')], 5)
     """
-    given = {"question": question, "skeleton_template": skeleton_template, "point_template": point_template}
-    given |= {"start": start, "pattern": pattern, "piece": piece, "joiner": joiner}
-    for name, value in given.items():
+    strings = {"question": question, "skeleton_template": skeleton_template, "point_template": point_template}
+    strings |= {"start": start, "pattern": pattern, "piece": piece, "joiner": joiner}
+    for name, value in strings.items():
         check_type(isinstance(value, str), _OP, name, "be a str", type(value).__name__)
     remedy = "It is max_skeleton_tokens and max_point_tokens here."
     check_type("max_new_tokens" not in options, _OP, "max_new_tokens", "be left out", "one", remedy)
@@ -126,28 +126,28 @@ def skeleton_of_thought(
     points_of = re.compile(pattern)
     check(points_of.groups == 2, _OP, "pattern", "have two groups, number and words", repr(pattern))
     # Both templates, and the piece, before the first forward.
-    asked = _filled("skeleton_template", skeleton_template, question=question)
+    request = _filled("skeleton_template", skeleton_template, question=question)
     _filled("point_template", point_template, question=question, skeleton="", index="", point="")
     _filled("piece", piece, index="", point="", expansion="")
 
-    outline = generate(model, asked + start, method, max_new_tokens=max_skeleton_tokens, **options)
+    outline = generate(model, request + start, method, max_new_tokens=max_skeleton_tokens, **options)
     skeleton = start + outline.text
-    found = points_of.findall(skeleton)
-    if not found:
+    matches = points_of.findall(skeleton)
+    if not matches:
         return SkeletonResult(skeleton, skeleton, (), (outline.stats, None))
     prompts = [
         _filled("point_template", point_template, question=question, skeleton=skeleton, index=index, point=point)
-        for index, point in found
+        for index, point in matches
     ]
-    written = generate(model, prompts, method, max_new_tokens=max_point_tokens, **options)
-    points = tuple(Point(*each, text) for each, text in zip(found, written.text, strict=True))
+    expansions = generate(model, prompts, method, max_new_tokens=max_point_tokens, **options)
+    points = tuple(Point(*each, text) for each, text in zip(matches, expansions.text, strict=True))
     text = joiner.join(_filled("piece", piece, **point._asdict()) for point in points)
-    return SkeletonResult(text, skeleton, points, (outline.stats, written.stats))
+    return SkeletonResult(text, skeleton, points, (outline.stats, expansions.stats))
 
 
 def _filled(name: str, template: str, **fields: str) -> str:
     try:
         return template.format(**fields)
     except (KeyError, IndexError, ValueError) as error:
-        known = ", ".join(f"{{{field}}}" for field in fields)
-        raise ValueError(message(_OP, name, f"have no other fields than {known}", repr(template))) from error
+        names = ", ".join(f"{{{field}}}" for field in fields)
+        raise ValueError(message(_OP, name, f"have no other fields than {names}", repr(template))) from error

@@ -80,7 +80,9 @@ def planned(
     check_choice(f"masks.{op}", "open_chunks", open_chunks, get_args(OpenChunks))
     check_choice(f"masks.{op}", "inside", inside, get_args(Inside))
     alone = inside == "full" or sparse
-    check(alone, f"masks.{op}", "inside", "be 'full' where chunks attend to each other", repr(inside), "Pass sparse=True.")
+    check(
+        alone, f"masks.{op}", "inside", "be 'full' where chunks attend to each other", repr(inside), "Pass sparse=True."
+    )
     check_type(isinstance(stages, Iterable), f"masks.{op}", "stages", "be a sequence of stages", type(stages).__name__)
     segments: list[Segment] = []
     hidden: list[range] = []  # segments of chunks that no sync has made visible yet

@@ -53,7 +53,9 @@ def pack_pasta(
         [12, 31, 2, 13, 12, 32, 1, 13, 16, 40, 41, 42, 15, 43, 44, 11]
     """
     op = "training.pack_pasta"
-    check_type(isinstance(plan_tokens, PlanTokens), op, "plan_tokens", "be those of a model", type(plan_tokens).__name__)
+    check_type(
+        isinstance(plan_tokens, PlanTokens), op, "plan_tokens", "be those of a model", type(plan_tokens).__name__
+    )
     integer(op, "pad_token", pad_token, 0)
     masks, tokens, rows, labels = [], [], [], []
     first = responses = 0

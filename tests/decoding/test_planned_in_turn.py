@@ -155,7 +155,13 @@ def test_a_model_that_is_trained_for_it() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"sparse": True}, {"steps_ratio": 0.5}, {"order": "margin"}, {"threshold": 0.9}, {"sparse": True, "cache": "drop_finished"}],
+    [
+        {"sparse": True},
+        {"steps_ratio": 0.5},
+        {"order": "margin"},
+        {"threshold": 0.9},
+        {"sparse": True, "cache": "drop_finished"},
+    ],
 )
 def test_options_of_diffusion_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as raised:

@@ -35,8 +35,10 @@ def test_tokens_and_forwards_of_the_plain_loop(method: str, start: str) -> None:
         start=start, end_tokens=model.end_tokens, **limits,
     )  # fmt: skip
     assert found.skeleton == expected.skeleton and [tuple(each) for each in found.points] == expected.points
-    assert (found.critical_path == expected.critical_path) if method == "autoregressive" else (
-        found.critical_path <= expected.critical_path
+    assert (
+        (found.critical_path == expected.critical_path)
+        if method == "autoregressive"
+        else (found.critical_path <= expected.critical_path)
     )
     assert found.seconds > 0 and len(expected.points) in ((0, 1) if start != "1. one\n2. two words\n3." else (2, 3))
 
@@ -96,9 +98,21 @@ def test_points() -> None:
     ("options", "error", "words"),
     [
         ({"question": 3}, TypeError, "question must be a str, got int."),
-        ({"piece": "{other}"}, ValueError, "piece must have no other fields than {index}, {point}, {expansion}, got '{other}'."),
-        ({"skeleton_template": "{"}, ValueError, "skeleton_template must have no other fields than {question}, got '{'."),
-        ({"point_template": "{0}"}, ValueError, "point_template must have no other fields than {question}, {skeleton}, "),
+        (
+            {"piece": "{other}"},
+            ValueError,
+            "piece must have no other fields than {index}, {point}, {expansion}, got '{other}'.",
+        ),
+        (
+            {"skeleton_template": "{"},
+            ValueError,
+            "skeleton_template must have no other fields than {question}, got '{'.",
+        ),
+        (
+            {"point_template": "{0}"},
+            ValueError,
+            "point_template must have no other fields than {question}, {skeleton}, ",
+        ),
         ({"pattern": "x"}, ValueError, "pattern must have two groups, number and words, got 'x'."),
         ({"max_new_tokens": 3}, TypeError, "max_new_tokens must be left out, got one. It is max_skeleton_tokens and "),
     ],

@@ -44,9 +44,9 @@ class Branches:
                 self._cache.copy_row_(row, before, row, length)
         free = [row for row in range(self._cache.batch) if row not in self._lengths]
         for text in new:
-            given = self._row_of[text.sequence] = dict[int, int]()
+            row_of = self._row_of[text.sequence] = dict[int, int]()
             for chunk in text.live:
-                row = given[chunk] = free.pop()
+                row = row_of[chunk] = free.pop()
                 self._cache.copy_row_(row, self._trunk, text.sequence, text.cached)
                 self._lengths[row] = text.cached
 
@@ -69,9 +69,9 @@ class Branches:
 
     def keep_(self, text: PlannedText) -> None:
         """Frees the rows of chunks that are complete."""
-        given = self._row_of[text.sequence]
-        still = set(text.live) if text.phase == "fill" else set()
-        for chunk in [chunk for chunk in given if chunk not in still]:
-            del self._lengths[given.pop(chunk)]
-        if not given:
+        row_of = self._row_of[text.sequence]
+        unfinished = set(text.live) if text.phase == "fill" else set()
+        for chunk in [chunk for chunk in row_of if chunk not in unfinished]:
+            del self._lengths[row_of.pop(chunk)]
+        if not row_of:
             del self._row_of[text.sequence]

@@ -23,17 +23,9 @@ import torch
 
 from pdkernels._validation import check, check_choice, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding.planned._grammar import ChunkGrammar, check_room, without
 from pdkernels.decoding.planned._branches import Branches
-from pdkernels.decoding.planned._text import (
-    BAD_PLAN_WAYS,
-    CACHES,
-    Chunks,
-    Keeping,
-    OnBadPlan,
-    PlannedText,
-    PlanOptions,
-)
+from pdkernels.decoding.planned._grammar import ChunkGrammar, check_room, without
+from pdkernels.decoding.planned._text import BAD_PLAN_WAYS, CACHES, Chunks, Keeping, OnBadPlan, PlannedText, PlanOptions
 from pdkernels.decoding.planned.outline import joined, text_pieces
 from pdkernels.generation.cache_rows import rows_of
 from pdkernels.generation.noise import (
@@ -85,10 +77,9 @@ def decode(
             threshold.
         threshold: fill all positions of a chunk whose confidence reaches this, and always the most confident one,
             instead of as many as would be filled at equal shares per step.
-        chunks: "diffusion" fills in the masks of a chunk, "autoregressive" writes it token by token, beside the others and
-            without seeing them, up to the first filler or closing tag (Pasta); the model must be trained for it
-            (`pdkernels.training.pack_pasta`), and `sparse`, `steps_ratio`, `order`, `threshold` and `cache` have no
-            meaning.
+        chunks: "diffusion" fills in the masks of a chunk; "autoregressive" writes it token by token, beside the others and
+            without seeing them, up to the first filler or closing tag (Pasta), with a model that is trained for it
+            (`pdkernels.training.pack_pasta`) and without the options of steps, `sparse` and `cache`.
         length_scale: factor of the lengths that plans request.
         unit: how many tokens a 1 in a plan stands for; None: the model's own.
         cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk is left out of further steps.
@@ -114,9 +105,9 @@ def decode(
     unit = tags.unit if unit is None else checked_size(_OP, "unit", unit)
     check_choice(_OP, "chunks", chunks, get_args(Chunks))
     in_turn = chunks == "autoregressive"
-    plain = not sparse and (steps_ratio, order, threshold, cache) == (1.0, None, None, "exact")
+    default_steps = not sparse and (steps_ratio, order, threshold, cache) == (1.0, None, None, "exact")
     remedy = "They have no sparse, steps_ratio, order, threshold and cache."
-    check(plain or not in_turn, _OP, "chunks", "be 'diffusion' with options of its steps", repr(chunks), remedy)
+    check(default_steps or not in_turn, _OP, "chunks", "be 'diffusion' with options of its steps", repr(chunks), remedy)
     check_choice(_OP, "cache", cache, CACHES)
     visible = cache != "drop_finished" or sparse
     check(visible, _OP, "cache", "not drop chunks that others see", repr(cache), "Pass sparse=True.")
@@ -281,9 +272,7 @@ class Rounds:
         guesses = self._guess(last, sequences, OWN, positions, (self._options.mask_token,))
         return guesses.ids.masked_fill(guesses.probs.isnan(), -1)[:, 0]
 
-    def _continue(
-        self, branches: Branches, texts: Sequence[PlannedText], live: Sequence[list[int]]
-    ) -> torch.Tensor:
+    def _continue(self, branches: Branches, texts: Sequence[PlannedText], live: Sequence[list[int]]) -> torch.Tensor:
         """The next token of each of the chunks, text by text; -1 where logits gave no choice."""
         self._session.forwards += 1
         options, lines, allowed = self._options, [], []
@@ -305,8 +294,8 @@ class Rounds:
         tokens, starts_of = (table[:, column : column + 1].index_select(0, ranked[0]) for column in (0, 1))
         hidden = branches.forward_(tokens, starts_of, order.rows).index_select(0, ranked[1])
         positions, number, sequences = table[:, 2:3], table[:, 3:4], table[:, 4]
-        words = torch.stack(allowed) if allowed else None
-        guesses = self._guess(hidden, sequences, number, positions, self._banned, words)
+        grammar_rows = torch.stack(allowed) if allowed else None
+        guesses = self._guess(hidden, sequences, number, positions, self._banned, grammar_rows)
         return guesses.ids.masked_fill(guesses.probs.isnan(), -1)[:, 0]
 
     def _fill(
