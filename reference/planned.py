@@ -20,7 +20,7 @@ from .masked_sampling import margin, negative_entropy, probability
 from .masks import planned as planned_mask
 from .sampling import OWN, draw, without
 from .token_statistics import kept
-from .unmask import ranked
+from .unmask import random_order, ranked
 
 LARGEST = 10**9  # of a number in a plan; no text is that long
 
@@ -212,8 +212,9 @@ class _Sampling(NamedTuple):
         if self.top_k is not None:
             drawn = drawn.masked_fill(rows < rows.topk(min(self.top_k, rows.shape[-1])).values[:, -1:], -torch.inf)
         ids = draw(drawn, offsets, self.temperature, self.seed, step)
-        scores = SCORES[order](torch.softmax(drawn / (self.temperature or 1.0), -1), ids)
-        return ids, scores.tolist()
+        if order == "uniform":
+            return ids, random_order(self.seed, step, offsets)
+        return ids, SCORES[order](torch.softmax(drawn / (self.temperature or 1.0), -1), ids).tolist()
 
 
 class Choices:
@@ -279,7 +280,8 @@ def planned(
         tags: control tokens, :class:`Tags` or the like.
         sparse: chunks of a round do not see each other.
         steps_ratio: r; a round has r times as many steps as its longest chunk has masks.
-        order: score that ranks masks: "entropy", "confidence" or "margin"; None: entropy, or confidence with a threshold.
+        order: score that ranks masks: "entropy" (equation 7), "confidence" or "margin", or "uniform": a random order (equation 6);
+            None: entropy, or confidence with a threshold.
         threshold: commit all whose confidence reaches it instead, and always the best one.
         chunks: "autoregressive": each chunk is written token by token, beside the others and without seeing them, and ends with
             the first filler or closing tag (Pasta); a step writes a token of every open chunk.

@@ -124,7 +124,7 @@ class FastDllmV2(Request, total=False):
 class Planned(Request, total=False):
     sparse: bool
     steps_ratio: float
-    order: Literal["entropy", "confidence", "margin"] | None
+    order: Literal["entropy", "confidence", "margin", "uniform"] | None
     threshold: float | None
     chunks: Literal["diffusion", "autoregressive"]
     length_scale: float

@@ -145,6 +145,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         {"sparse": True, "cache": "drop_finished"},
         {"threshold": 0.3},
         {"steps_ratio": 0.5},
+        {"order": "uniform"},
         {"chunks": "autoregressive"},
         {"chunks": "autoregressive", **ROWS},
     ],

@@ -27,6 +27,7 @@ rules = st.sampled_from(
         {},
         {"order": "margin"},
         {"order": "confidence"},
+        {"order": "uniform"},
         {"threshold": 0.0},
         {"threshold": 0.3},
         {"threshold": 0.2},

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from pdkernels._philox import uniforms
 from pdkernels._validation import check, check_choice, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding.planned._branches import Branches
@@ -29,6 +30,7 @@ from pdkernels.decoding.planned._text import BAD_PLAN_WAYS, CACHES, Chunks, Keep
 from pdkernels.decoding.planned.outline import joined, text_pieces
 from pdkernels.generation.cache_rows import rows_of
 from pdkernels.generation.noise import (
+    ORDER,
     OWN,
     checked_flag,
     checked_mask_token,
@@ -47,7 +49,7 @@ from pdkernels.ops.token_statistics import MAX_SUPPRESSED
 
 _OP = "decoding.planned"
 
-Order = Literal["entropy", "confidence", "margin"]
+Order = Literal["entropy", "confidence", "margin", "uniform"]
 
 
 def decode(
@@ -73,8 +75,8 @@ def decode(
         sparse: whether the chunks of a round cannot see each other.
         steps_ratio: steps of a round per token of its longest chunk, above 0 and at most 1.
         order: the score that ranks the positions of a chunk: the "entropy" of their distribution, the "confidence" in
-            the guess, or the "margin" between the two likeliest tokens. None: entropy, or confidence if there is a
-            threshold.
+            the guess, or the "margin" between the two likeliest tokens; or "uniform", a random order. None: entropy, or
+            confidence if there is a threshold.
         threshold: fill all positions of a chunk whose confidence reaches this, and always the most confident one,
             instead of as many as would be filled at equal shares per step.
         chunks: "diffusion" fills in the masks of a chunk; "autoregressive" writes it token by token, beside the others and
@@ -153,6 +155,10 @@ class Guesses:
     def to_(self, device: torch.device) -> None:
         """To the device of the hidden states: a copy from the host within a step would wait."""
         self._seeds = self._seeds.to(device)
+
+    def seeds_of(self, sequences: torch.Tensor) -> torch.Tensor:
+        """``(len(sequences), 1)``."""
+        return self._seeds.index_select(0, sequences)[:, None]
 
     def __call__(
         self,
@@ -326,7 +332,10 @@ class Rounds:
         guesses = self._guess(hidden, sequences, number, offsets, self._banned, allowed)
         there = positions >= 0
         no_choice = ((guesses.probs.isnan() | (guesses.ids < 0)) & there).any(1, keepdim=True)
-        scores = {"entropy": -guesses.entropy, "confidence": guesses.probs, "margin": guesses.margin}[self._order]
+        if self._order == "uniform":
+            scores = uniforms(self._guess.seeds_of(sequences), number, offsets.clamp(min=0), 1, ORDER)[..., 0]
+        else:
+            scores = {"entropy": -guesses.entropy, "confidence": guesses.probs, "margin": guesses.margin}[self._order]
         threshold = options.threshold
         limits: dict[str, Any] = {"quota": quota} if threshold is None else {"quota": 1, "threshold": threshold}
         canvas = canvas.clone()  # the op must not write to memory that it reads
