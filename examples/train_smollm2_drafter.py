@@ -24,13 +24,25 @@ import typer
 from smollm2_texts import Text, answered, prompts
 from torch import Tensor, nn
 from train_tiny_trimode import cosine
-from training_run import HAS_BF16, Fast, Resume, Run, Score, console, output_pairs, save_adapter, start_checkpoint
+from training_run import (
+    HAS_BF16,
+    DraftTemperature,
+    Fast,
+    Resume,
+    Run,
+    SampledDrafts,
+    Score,
+    console,
+    output_pairs,
+    save_adapter,
+    start_checkpoint,
+)
 
 import pdkernels as pd
 from pdkernels.masks import Segment, SegmentMask, TilePlan
 from pdkernels.models import Transformer
 from pdkernels.models.architectures.rope import apply_rope, rope_tables
-from pdkernels.training import attach_drafter_, drafter_loss
+from pdkernels.training import attach_drafter_, count_accepted, drafter_loss, draw_drafts
 
 NAME = "smollm2-135m-instruct"
 SCALE = 4.0
@@ -86,7 +98,17 @@ def read(model: Transformer, text: Text) -> Clean:
     return Clean(cache.k, cache.v, hidden.clone())
 
 
-def draft(model: Transformer, mask: Tensor, text: Text, clean: Clean, masks: int) -> Draft:
+def draft(
+    model: Transformer,
+    mask: Tensor,
+    text: Text,
+    clean: Clean,
+    masks: int,
+    generator: torch.Generator | None = None,
+    *,
+    sampled_share: float = 0.0,
+    temperature: float = 1.0,
+) -> Draft:
     """The drafts of groups of masks after every token of an answer."""
     tokens, known, config = len(text.ids), text.prompt_len, model.config
     groups = tokens - known + 1 - masks
@@ -105,15 +127,21 @@ def draft(model: Transformer, mask: Tensor, text: Text, clean: Clean, masks: int
         x = x + layer.project_out(mixed, gate)
         x = x + layer.feed_forward(x)
     logits = model.logits(x[0]).view_as(verifier)
-    return Draft(logits, verifier, (logits.argmax(-1) == verifier.argmax(-1)).long().cumprod(1).sum(1))
+    drafts = draw_drafts(logits, generator, sampled_share=sampled_share, temperature=temperature)
+    return Draft(logits, verifier, count_accepted(drafts, verifier))
 
 
 def step(
-    model: Transformer, mask: Tensor, texts: list[tuple[Text, Clean]], masks: int
+    model: Transformer,
+    mask: Tensor,
+    texts: list[tuple[Text, Clean]],
+    masks: int,
+    generator: torch.Generator,
+    **drawn: float,
 ) -> tuple[Tensor, dict[str, float]]:
     losses, accepted = [], []
     for text, clean in texts:
-        drafted = draft(model, mask, text, clean, masks)
+        drafted = draft(model, mask, text, clean, masks, generator, **drawn)
         losses.append(drafter_loss(*drafted).total)
         accepted.append(drafted.accepted)
     loss = torch.stack(losses).mean()
@@ -162,7 +190,9 @@ def main(
     masks: Annotated[int, typer.Option(help="Masks of a group; a draft then has one token more.")] = 1,
     rank: Annotated[int, typer.Option(help="Of the pairs.")] = 64,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
-    seed: Annotated[int, typer.Option(help="Seed of questions, order and first pairs.")] = 0,
+    sampled_drafts: SampledDrafts = 0.9,
+    draft_temperature: DraftTemperature = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of questions, order, first pairs and sampled drafts.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     look_every: Annotated[int, typer.Option(help="Steps between looks at held-out answers.")] = 50,
     fast: Fast = HAS_BF16,
@@ -172,6 +202,7 @@ def main(
     """Train smollm2-drafter and save it, rounded to bf16."""
     settings = {"start": start, "drafter": drafter, "steps": steps, "count": count, "texts": texts, "answer": answer}
     settings |= {"longest": longest, "masks": masks, "rank": rank, "lr": lr, "seed": seed, "fast": fast}
+    settings |= {"sampled_drafts": sampled_drafts, "draft_temperature": draft_temperature}
     run = Run(output, resume, settings, threads)
     model = start_checkpoint(start)
     known, unseen = (
@@ -186,22 +217,24 @@ def main(
         trained.mask.data.copy_(before.embedding[-1])
     known, unseen = ([text for text in part if len(text.ids) - text.prompt_len >= masks] for part in (known, unseen))
 
+    chance = torch.Generator().manual_seed(seed + 1)
+    drawn = {"sampled_share": sampled_drafts, "temperature": draft_temperature}
+
     @lru_cache(maxsize=KEPT)
     def rows(index: int) -> Clean:
         return read(model, known[index])
 
     def drafting(number: int) -> tuple[Tensor, dict[str, float]]:
         chosen = [(known[index], rows(index)) for index in turn(number, count, len(known), seed)]
-        return step(model, trained.mask, chosen, masks)
+        return step(model, trained.mask, chosen, masks, chance, **drawn)
 
     def look() -> str:
         return expected(model, trained.mask, unseen[:8], masks)
 
     with run.stoppable(), run.products_in_bf16(fast):
         parameters = list(trained.parameters())
-        run.optimise(
-            "drafter", trained, parameters, steps, cosine(steps, lr), drafting, look=look, look_every=look_every
-        )
+        looks = {"look": look, "look_every": look_every}
+        run.optimise("drafter", trained, parameters, steps, cosine(steps, lr), drafting, generators=[chance], **looks)
         save_adapter(run, output_pairs(model), trained.mask)
         if score:
             console.print(

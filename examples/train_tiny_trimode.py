@@ -7,7 +7,8 @@ decodes token by token, as block diffusion, and by speculating on itself.
 
 Two stages. The joint one trains next-token prediction on a clean copy of each text and the filling of masks on a noisy copy,
 packed in one sequence under a dual-stream mask; in every other step the noisy copy already holds what the model is sure of. The second trains only the low-rank adapter of the draft pass, on texts the model
-wrote itself: there the causal model's own predictions show how much of each draft would have been accepted.
+wrote itself: there the causal model's own predictions show how much of each draft would have been accepted. Nine of ten drafts are
+sampled, the others greedy.
 
 Source: Nemotron-Labs-Diffusion, sections 3 and 4.
 """
@@ -25,7 +26,18 @@ import torch
 import typer
 from torch import Tensor
 from train_tiny_code import score as score_of
-from training_run import HAS_BF16, Output, Resume, Run, Score, console, save, start_model
+from training_run import (
+    HAS_BF16,
+    DraftTemperature,
+    Output,
+    Resume,
+    Run,
+    SampledDrafts,
+    Score,
+    console,
+    save,
+    start_model,
+)
 
 from pdkernels.decoding import generate
 from pdkernels.models import ByteTokenizer, Transformer
@@ -35,9 +47,12 @@ from pdkernels.training import (
     arithmetic,
     as_ids,
     attach_drafter_,
+    count_accepted,
     drafter_loss,
+    draw_drafts,
     draw_masks,
     dual_stream_loss,
+    pack_drafts,
     pack_dual_stream,
     standard_library,
 )
@@ -155,33 +170,33 @@ def without_easy_masks(model: Transformer, batch: DualStreamBatch, generator: to
     )
 
 
-def judged_drafts(model: Transformer, texts: list[tuple[Tensor, int]], width: int) -> tuple[Tensor, Tensor, Tensor]:
+def judged_drafts(
+    model: Transformer,
+    texts: list[tuple[Tensor, int]],
+    width: int,
+    generator: torch.Generator | None = None,
+    *,
+    sampled_share: float = 0.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts of the whole blocks after the prompts of texts that the model wrote, and how far it agrees with them.
 
     Returns:
         Logits of the draft and of the verifier, each (blocks, width - 1, ids but the mask token), and the accepted tokens, (blocks,).
     """
-    samples, first_rows, first = [], [], 0
-    for ids, prompt_len in texts:
-        positions = torch.arange(len(ids))
-        samples.append(DualStreamSample(ids, (positions % width != 0) & (positions >= prompt_len), 1 - 1 / width))
-        blocks = torch.arange(-(-prompt_len // width), len(ids) // width)
-        first_rows.append(torch.stack([first + blocks * width, first + len(ids) + blocks * width], 1))
-        first += 2 * len(ids)
-    batch, rows, ahead = pack_dual_stream(samples, width, MASK_TOKEN), torch.cat(first_rows), torch.arange(width)
-    drafting = torch.zeros(len(batch.tokens), dtype=torch.bool)
-    drafting[rows[:, :1] + ahead] = True
+    batch = pack_drafts(texts, width, MASK_TOKEN)
     plan = batch.mask.plan(TILE, TILE)
-    hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=plan, adapted=drafting)[0]
-    # A mask predicts its own token, a clean row the next one.
-    draft = model.logits(hidden[rows[:, :1] + ahead[1:]])[..., :MASK_TOKEN]
-    verifier = model.logits(hidden[rows[:, 1:] + ahead[:-1]])[..., :MASK_TOKEN].detach()
-    accepted = (draft.argmax(-1) == verifier.argmax(-1)).long().cumprod(1).sum(1)
-    return draft, verifier, accepted
+    hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=plan, adapted=batch.drafting)[0]
+    draft = model.logits(hidden[batch.draft_rows])[..., :MASK_TOKEN]
+    verifier = model.logits(hidden[batch.verifier_rows])[..., :MASK_TOKEN].detach()
+    drafts = draw_drafts(draft, generator, sampled_share=sampled_share, temperature=temperature)
+    return draft, verifier, count_accepted(drafts, verifier)
 
 
-def drafter_step(model: Transformer, texts: list[tuple[Tensor, int]], width: int) -> tuple[Tensor, dict[str, float]]:
-    draft, verifier, accepted = judged_drafts(model, texts, width)
+def drafter_step(
+    model: Transformer, texts: list[tuple[Tensor, int]], width: int, generator: torch.Generator, **drawn: float
+) -> tuple[Tensor, dict[str, float]]:
+    draft, verifier, accepted = judged_drafts(model, texts, width, generator, **drawn)
     return drafter_loss(draft, verifier, accepted).total, {"accepted": accepted.float().mean().item()}
 
 
@@ -225,7 +240,9 @@ def main(
     masked_weight: Annotated[float, typer.Option(help="Weight of the masked loss.")] = 1.0,
     lr: Annotated[float, typer.Option(help="Peak learning rate of the joint stage.")] = 1.5e-3,
     drafter_lr: Annotated[float, typer.Option(help="Peak learning rate of the adapter.")] = 2e-3,
-    seed: Annotated[int, typer.Option(help="Seed of masks, texts and order.")] = 0,
+    sampled_drafts: SampledDrafts = 0.9,
+    draft_temperature: DraftTemperature = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of masks, texts, order and sampled drafts.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     fast: Annotated[
         bool, typer.Option(help="bfloat16 in the joint stage, where the CPU multiplies it itself.")
@@ -237,6 +254,7 @@ def main(
     """Train tiny-trimode and save it, rounded to bf16."""
     settings = {"start": start, "steps": steps, "drafter_steps": drafter_steps, "sums": sums, "windows": windows}
     settings |= {"masked_weight": masked_weight, "lr": lr, "drafter_lr": drafter_lr, "seed": seed, "fast": fast}
+    settings |= {"sampled_drafts": sampled_drafts, "draft_temperature": draft_temperature}
     run = Run(output, resume, settings, threads)
     torch.manual_seed(seed)
     model = with_mask_token(start_model(start))
@@ -264,14 +282,16 @@ def main(
                 console.print(report(model, 100))
             texts = own_texts(model, 640, 64, seed + 2)
             adapter = list(attach_drafter_(model, ADAPTER_RANK, scale=ADAPTER_SCALE))
+            chance = torch.Generator().manual_seed(seed + 3)
+            drawn = {"sampled_share": sampled_drafts, "temperature": draft_temperature}
 
             def draft(number: int) -> tuple[Tensor, dict[str, float]]:
                 chosen = torch.randperm(len(texts), generator=generator)[: sums + windows].tolist()
                 width = WIDTHS[int(torch.randint(1, len(WIDTHS), (), generator=generator))]
-                return drafter_step(model, [texts[index] for index in chosen], width)
+                return drafter_step(model, [texts[index] for index in chosen], width, chance, **drawn)
 
             rates = cosine(drafter_steps, drafter_lr)
-            run.optimise("drafter", model, adapter, drafter_steps, rates, draft, generators=[generator])
+            run.optimise("drafter", model, adapter, drafter_steps, rates, draft, generators=[generator, chance])
         model.to(torch.bfloat16).float().requires_grad_(False)
         facts: dict[str, str] = {}
         if score:

@@ -37,6 +37,10 @@ HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_suppo
 Fast: TypeAlias = Annotated[
     bool, typer.Option(help="Products of float32 in bfloat16, where the CPU multiplies that itself.")
 ]
+SampledDrafts: TypeAlias = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of drafts that the adapter samples; the others are greedy.")
+]
+DraftTemperature: TypeAlias = Annotated[float, typer.Option(help="Temperature of sampled drafts.")]
 Advance: TypeAlias = Callable[[int], None]
 console = Console()
 

@@ -4,6 +4,7 @@ from pdkernels.training import annotation, plans
 from pdkernels.training.corpora import Problem, arithmetic, as_ids, standard_library
 from pdkernels.training.dflash import DFlashLoss, dflash_loss, draw_anchors, new_dflash_head
 from pdkernels.training.drafter import DrafterLoss, attach_drafter_, drafter_loss
+from pdkernels.training.drafts import DraftBatch, count_accepted, draw_drafts, pack_drafts
 from pdkernels.training.eagle import EagleLoss, eagle_loss, new_eagle_head, usual_taps
 from pdkernels.training.links import Chains, chains
 from pdkernels.training.lists import Orders, orders
@@ -52,6 +53,7 @@ __all__ = [
     "Chains",
     "ConsistencyLoss",
     "DFlashLoss",
+    "DraftBatch",
     "DrafterLoss",
     "DualStreamBatch",
     "DualStreamSample",
@@ -77,10 +79,12 @@ __all__ = [
     "choose_record",
     "collect_sampler_steps",
     "collect_trajectories",
+    "count_accepted",
     "dflash_loss",
     "drafter_loss",
     "draw_anchors",
     "draw_chunk_masks",
+    "draw_drafts",
     "draw_masks",
     "draw_recurrences",
     "dual_stream_loss",
@@ -95,6 +99,7 @@ __all__ = [
     "noise_ratios",
     "noiseless_sample",
     "orders",
+    "pack_drafts",
     "pack_dual_stream",
     "pack_noise_aware",
     "pack_pasta",

@@ -192,7 +192,8 @@ def dflash_loss(
         ValueError: shapes that do not fit each other, anchors outside of the texts, or options out of range.
 
     Source: DFlash (arXiv 2602.06036), equation 4. SpecForge trains on the text and takes the weighted mean, as here;
-    speculators trains on the distribution and divides by the number of guesses instead.
+    speculators trains on the distribution and divides by the number of guesses instead. None of them draws drafts:
+    anchors are drawn, tokens are those of the text, so there is nothing like `draw_drafts` here.
 
     Example:
         >>> import torch

@@ -164,7 +164,8 @@ def eagle_loss(
     Raises:
         ValueError: a text that is too short, or `steps` or `decay` out of range.
 
-    Source: EAGLE-3, section 3.2.
+    Source: EAGLE-3, section 3.2. Its training-time test feeds back rows of the head, not tokens: tokens are those of
+    the text, and none are drawn.
 
     Example:
         >>> import torch

@@ -1,7 +1,8 @@
 """Steps of block diffusion labelled by whether a guess is final, and the training of a `SamplerHead` on them.
 
 Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. A guess is final if the same run ends with it at that
-position (appendix A); section 3.2 uses only the confidence policy.
+position (appendix A); section 3.2 uses only the confidence policy. Labels are about the best guess, and both policies
+of the appendix commit best guesses or the text's own tokens: no tokens are sampled here.
 """
 
 from __future__ import annotations

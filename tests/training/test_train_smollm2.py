@@ -133,6 +133,21 @@ def test_a_training_continues_with_its_drafter(scripts: dict[str, Any], folder: 
         assert all(before[name].equal(after[name]) for name in before)
 
 
+def test_the_drafter_is_trained_on_sampled_drafts_and_judged_on_greedy_ones(
+    scripts: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, seen = scripts["drafter"], []
+    draw = script.draw_drafts
+
+    def watched(logits: torch.Tensor, generator: torch.Generator | None, **drawn: float) -> torch.Tensor:
+        seen.append((generator is not None, drawn["sampled_share"], drawn["temperature"]))
+        return draw(logits, generator, **drawn)
+
+    monkeypatch.setattr(script, "draw_drafts", watched)
+    script.main(**options("drafter", folder, tmp_path / "out"), score=False)
+    assert seen.count((True, 0.9, 1.0)) == 4 * 2 and set(seen) == {(True, 0.9, 1.0), (False, 0.0, 1.0)}
+
+
 def test_models_that_no_drafter_is_for(scripts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     for start, sentence in (
         ("tiny-recurrent", "--start must name a transformer, got tiny-recurrent."),

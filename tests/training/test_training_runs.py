@@ -243,3 +243,22 @@ def test_a_failing_write_leaves_the_older_model(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="No space left"):
         save_tiny(model, path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_the_adapter_is_trained_on_the_drafts_that_the_options_name(
+    scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, seen = scripts["trimode"], []
+    draw = script.draw_drafts
+
+    def watched(logits: torch.Tensor, generator: torch.Generator, **drawn: float) -> torch.Tensor:
+        seen.append((drawn, generator.get_state()))
+        return draw(logits, generator, **drawn)
+
+    monkeypatch.setattr(script, "draw_drafts", watched)
+    for given in ({}, {"sampled_drafts": 0.25, "draft_temperature": 0.7}):
+        script.main(**{**options("trimode", tmp_path, tmp_path / "x.safetensors"), "steps": 1, **given}, score=False)
+    papers, ours = {"sampled_share": 0.9, "temperature": 1.0}, {"sampled_share": 0.25, "temperature": 0.7}
+    assert [drawn for drawn, _ in seen] == [papers] * 3 + [ours] * 3
+    states = [state for _, state in seen]
+    assert states[0].equal(states[3]) and not states[0].equal(states[1])
