@@ -46,7 +46,7 @@ class Setup:
         self.cursor, self.width, self.advance, self.steps = number(100), number(width), number(0), number(3)
         self.noise = noise
         positions = self.cursor[:, None] + torch.arange(width, device=device)
-        self.drawn = reference.initial_state(self.steps[:, None], positions, SIZE) if noise else None
+        self.drawn = reference.initial_state(1 + self.steps[:, None], positions, SIZE) if noise else None
 
 
 def inject_ours(s: Setup) -> Tensor:

@@ -53,9 +53,9 @@ def quantile(words: Tensor) -> Tensor:
 def initial_state(
     steps: Tensor, positions: Tensor, size: int, seed: int | Tensor = 0, init_std: float = 0.4**0.5
 ) -> Tensor:
-    """The initial state for a step and a position: truncated normal numbers, ``(..., size)`` float32.
+    """What InitState draws for a step and a position: truncated normal numbers, ``(..., size)`` float32.
 
-    Component ``e`` comes from word ``e % 4`` of ``philox4x32((e // 4, position, step, 1), (seed low, seed high))``.
+    Step 0 gives initial states. The noise of the algorithms' step t, which they count from 1, is that of step t. Component ``e`` comes from word ``e % 4`` of ``philox4x32((e // 4, position, step, 1), (seed low, seed high))``.
 
     Args:
         steps, positions: integer tensors that broadcast; so does `seed` where it is a tensor.
@@ -157,18 +157,18 @@ def recurrence_inject(
             copy = last.gather(1, newest.clamp(min=0)[:, None, None].expand(-1, -1, size)) if rows else last
             z = torch.where((newest >= 0)[:, None, None], copy.to(wide), z)
         z = torch.where(old[..., None], last.to(wide), z)
-        if noise != 0:
-            beta = noise_share(counts, noise, schedule, horizon, wide)[..., None]
-            drawn = initial_state(steps[:, None], positions, size, own, init_std).to(wide)
-            if mixer == "sqrt":
-                mixed = _root((1 - beta).clamp(min=0)) * z + _root(beta) * drawn
-            else:
-                mixed = (1 - beta) * z + beta * drawn
-            z = torch.where(old[..., None] & (beta != 0), mixed, z)
         if previous_embedding is not None:
             before = _shifted(previous_embedding, rows, advance)[0].to(wide)
             mixed = e if momentum == 0 else keep * e + torch.full_like(e, momentum) * before
             blended = torch.where(old[..., None], mixed, blended)
+    if noise != 0:  # Algorithms 1 and 2, line 7: of every row, new ones too
+        beta = noise_share(counts, noise, schedule, horizon, wide)[..., None]
+        drawn = initial_state(steps[:, None].long() + 1, positions, size, own, init_std).to(wide)
+        if mixer == "sqrt":
+            mixed = _root((1 - beta).clamp(min=0)) * z + _root(beta) * drawn
+        else:
+            mixed = (1 - beta) * z + beta * drawn
+        z = torch.where(beta != 0, mixed, z)
     result = torch.cat([z, blended], dim=-1).to(embedding.dtype)
     return torch.where(inside[..., None], result, torch.zeros_like(result))
 

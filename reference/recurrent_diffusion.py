@@ -90,7 +90,8 @@ def recurrent_diffusion(
     sampler step, for rows at positions p (a row is *new* in its first step):
 
     1. ``e = prelude(tokens)``; an old row's is ``(1 - momentum) * e + momentum * (its e of the last step)`` (equation 1).
-    2. An old row's state is mixed with ``init(step, p)``, step = sampler steps so far (equation 2); a new one is ``init(0, p)``.
+    2. A new row's state is ``init(0, p)``, an old one's is that of its last step. Both are mixed with ``init(t, p)`` in step t,
+       counted from 1 (line 7 of both algorithms, equation 2).
     3. `inner_recurrence` recurrences and the coda over the wave, then one token per row.
     4. Rows are *ready* by `exit`; the leading ready ones freeze, by `rule` and `keep_changed`, cut after the first end token and
        after `max_new_tokens`.
@@ -166,16 +167,18 @@ def recurrent_diffusion(
 
         e = model.prelude(torch.tensor([inputs[p] for p in wave]), cursor, past)
         z = init(0, rows(cursor, len(wave))).clone()
-        drawn = init(step, rows(cursor, len(wave))) if noise else z
+        drawn = init(step + 1, rows(cursor, len(wave))) if noise else z  # the algorithms count steps from 1
         kept = [p for p in wave if p in states]
         for i, p in enumerate(wave):
             if p in states:
-                beta = noise_level(noise, counts[i], schedule, recurrences)
-                keep, mix = (math.sqrt(max(1 - beta, 0.0)), math.sqrt(beta)) if mixer == "sqrt" else (1 - beta, beta)
-                z[i] = keep * states[p][-1] + mix * drawn[i] if noise else states[p][-1]
+                z[i] = states[p][-1]
                 e[i] = (1 - momentum) * e[i] + momentum * blended[p]
             elif new_state == "copied" and kept:
                 z[i] = states[kept[-1]][-1]
+            if noise:
+                beta = noise_level(noise, counts[i], schedule, recurrences)
+                keep, mix = (math.sqrt(max(1 - beta, 0.0)), math.sqrt(beta)) if mixer == "sqrt" else (1 - beta, beta)
+                z[i] = keep * z[i] + mix * drawn[i]
         z = refine(model, z, e, cursor, past, inner_recurrence)
         predictions = choose(model.coda(z, cursor, past), [p + 1 for p in wave], temperature, top_p, min_p, seed, top_k)
 

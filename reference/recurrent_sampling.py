@@ -1,7 +1,7 @@
 """Shared by the samplers of recurrent-depth models: states keyed by position, sampling, the prompt's forward.
 
 Random numbers do not depend on when they are used. The initial state of position p is ``init(0, p)`` whenever a sampler starts it,
-the noise that sampler step s mixes into position p is ``init(s, p)``, and the token of position p is drawn with the numbers
+the noise that sampler step t = 1, 2, .. mixes into position p is ``init(t, p)``, and the token of position p is drawn with the numbers
 of p (sampling.py). So all samplers start a position from the same state, and a token's noise does not change from step to step.
 """
 

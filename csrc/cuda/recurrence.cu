@@ -70,22 +70,30 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const bool old = args.old(b, i);
   const int64_t origin = old ? i : args.copied ? args.newest(b) : -1;
   NoiseMix mix{1.0f, 0.0f};
-  if (old && args.noise != 0.0f) mix = noise_mix<Rounded>(args, args.recurrences.load(b, i));
+  if (args.noise != 0.0f) mix = noise_mix<Rounded>(args, args.recurrences.load(b, i));
   Pack<T> state = {};
   if (origin >= 0) state = load<T, kWide>(args.state.row<const T>(b, args.before(b, origin)) + at, count);
-  if (origin < 0 || mix.share != 0.0f) {
+  const bool drawn = origin < 0, noisy = mix.share != 0.0f;
+  if (drawn || noisy) {
     const uint32_t position = static_cast<uint32_t>(args.cursor.load(b) + i);
-    const uint32_t step = old ? static_cast<uint32_t>(args.steps.load(b)) : 0;
+    const uint32_t step = noise_step(args.steps.load(b));
     const PhiloxKey key = args.seeds.key(b);
     for (int quad = 0; quad < kSize / 4; ++quad) {
-      const PhiloxWords counter{{static_cast<uint32_t>(at / 4) + quad, position, step, kLatentNoise}};
-      const PhiloxWords words = philox4x32(counter, key);
-      for (int lane = 0; lane < 4; ++lane) {
-        const float t = static_cast<float>(odd_number(static_cast<int32_t>(words.word[lane]))) * 0x1p-24f;
-        const float init = Rounded::multiply(truncated_normal<Rounded>(t), args.init_std);
-        T& value = state.value[4 * quad + lane];
-        value = from_float<T>(origin < 0 ? init : blend<Rounded>(mix.keep, to_float(value), mix.share, init));
+      T* values = state.value + 4 * quad;
+      float number[4] = {to_float(values[0]), to_float(values[1]), to_float(values[2]), to_float(values[3])};
+      // The initial state, then the noise, in one copy of the code.
+#pragma unroll 1
+      for (int draw = drawn ? 0 : 1; draw <= (noisy ? 1 : 0); ++draw) {
+        const uint32_t stage = draw == 0 ? kInitialState : step;
+        const PhiloxWords words =
+            philox4x32(PhiloxWords{{static_cast<uint32_t>(at / 4) + quad, position, stage, kLatentNoise}}, key);
+        for (int lane = 0; lane < 4; ++lane) {
+          const float t = static_cast<float>(odd_number(static_cast<int32_t>(words.word[lane]))) * 0x1p-24f;
+          const float init = Rounded::multiply(truncated_normal<Rounded>(t), args.init_std);
+          number[lane] = draw == 0 ? init : blend<Rounded>(mix.keep, number[lane], mix.share, init);
+        }
       }
+      for (int lane = 0; lane < 4; ++lane) values[lane] = from_float<T>(number[lane]);
     }
   }
   store<T, kWide>(state, to_state, count);

@@ -18,6 +18,9 @@ namespace pdkernels {
 
 // The fourth word of a counter. Sampled tokens have 0 there, so latent noise is independent of them.
 constexpr uint32_t kLatentNoise = 1;
+// The third word: initial states have 0 there, and noise 1 + the step, so that the two of a new row are independent.
+constexpr uint32_t kInitialState = 0;
+PDK_HD constexpr uint32_t noise_step(int64_t step) { return static_cast<uint32_t>(step + 1); }
 
 // The upper 24 bits of a word as an odd number n: n 2^-24 is 2 u - 1, exact in a float. I is a signed word, or a vector
 // of them.

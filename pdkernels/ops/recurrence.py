@@ -221,20 +221,20 @@ def recurrence_inject(
 
     A row is *new* before its first recurrence (``recurrences[b, i] == 0``, or `state` is None) and *old* from then on::
 
-        new   z' = init(0, position)                  e = embedding
-        old   z' = (1 - beta) z + beta init(step, position)     e = (1 - momentum) embedding + momentum previous
+        new   z = init(0, position)              e = embedding
+        old   z = state[b, i + advance[b]]       e = (1 - momentum) embedding + momentum previous
+        both  z' = (1 - beta) z + beta init(1 + step, position)
 
-    with ``z = state[b, i + advance[b]]``, ``previous = previous_embedding[b, i + advance[b]]``, position
-    ``cursor[b] + i`` and step ``steps[b]``. beta depends on how often the row has been through the core,
-    ``count = recurrences[b, i]``::
+    with ``previous = previous_embedding[b, i + advance[b]]``, position ``cursor[b] + i`` and step ``steps[b]``. beta
+    depends on how often the row has been through the core, ``count = recurrences[b, i]``::
 
         constant  noise      linear  noise max(0, 1 - count / horizon)
         harmonic  noise / (1 + count)      root  noise / sqrt(1 + count)
 
-    ``init`` is the normal distribution with deviation `init_std`, truncated at three deviations. It is keyed by
-    ``(seed, step, position, component)``: Philox4x32-10 with the counter ``(component // 4, position, step, 1)``, so a
-    sequence gets the same noise alone and in a batch, and on every device. Only the upper 24 bits of a word are used,
-    so there are 2**24 quantiles.
+    ``init(t, position)`` is the normal distribution with deviation `init_std`, truncated at three deviations. It is
+    keyed by ``(seed, t, position, component)``: Philox4x32-10 with the counter ``(component // 4, position, t, 1)``. So
+    the initial state of a row is independent of its noise, and a sequence gets the same noise alone and in a batch, and
+    on every device. Only the upper 24 bits of a word are used, so there are 2**24 quantiles.
 
     Args:
         state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the previous step; None: all rows are
@@ -246,8 +246,7 @@ def recurrence_inject(
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences run at each row so far.
         cursor, width, advance, steps: ``(batch,)`` int32 or int64, as `recurrence_advance_` leaves them.
         seed: key of all random numbers, an int or a ``(batch,)`` int32 or int64 tensor.
-        noise: beta of the first step, 0 or more. A beta of 0 leaves the state of an old row unchanged and generates no
-            noise.
+        noise: beta of a new row, 0 or more. A beta of 0 leaves a state unchanged and generates no noise.
         schedule, horizon: the decay of beta. The paper has "linear", the published code "harmonic".
         mixer: "sqrt" mixes with ``sqrt(max(1 - beta, 0))`` and ``sqrt(beta)``, which keeps the variance.
         momentum: in ``[0, 1]``; 0 leaves embeddings unchanged.
@@ -272,7 +271,8 @@ def recurrence_inject(
     dtype at the end: kernels and reference agree bit for bit. Tensors may have any strides with a contiguous last
     dimension.
 
-    Source: Algorithm 2 lines 5 to 8 and equation 2; the schedules of section 3.4 and of the published code.
+    Source: lines 5 to 8 of Algorithms 1 and 2, equations 1 and 2; the schedules of section 3.4 and of the published
+    code.
 
     Example:
         >>> import torch, pdkernels as pd

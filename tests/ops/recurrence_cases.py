@@ -103,7 +103,7 @@ def make_rows(
         width=numbers(width),
         advance=numbers(advance),
         older_advance=numbers([rng.randint(0, 3) for _ in range(batch)]),
-        steps=numbers([rng.randint(1, 1000) for _ in range(batch)]),
+        steps=numbers([rng.randint(0, 1000) for _ in range(batch)]),
     )
 
 

@@ -166,6 +166,45 @@ def test_noise_depends_on_position_and_step_alone(impl) -> None:
     assert not torch.equal(later[0], result[0]) and torch.equal(later[1], result[1])
 
 
+def drawn_by_hand(step: int, position: int, size: int) -> Tensor:
+    """InitState of deviation 1 under seed 0, a component at a time."""
+    key = torch.zeros(2, dtype=torch.int64)
+    words = [philox4x32(torch.tensor([e // 4, position, step, 1]), key)[e % 4] for e in range(size)]
+    return reference.quantile(torch.stack(words))
+
+
+@pytest.mark.parametrize("mixer", ["linear", "sqrt"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_line_7_of_both_algorithms_mixes_noise_into_new_rows(impl, step: int, mixer: str) -> None:
+    """A row without a recurrence has the whole beta. Its state and its noise come from different counters, in step 0 too."""
+    old = torch.linspace(-1, 1, 6)
+    for before in (None, old.expand(1, 1, 6).contiguous()):
+        numbers = [torch.tensor([n]) for n in (9, 2, 0, 0, step)]  # cursor, width, advance, its older one, step
+        counts = torch.tensor([[0 if before is None else 8, 0]])
+        rows = Rows(before, torch.zeros(1, 2, 6), before, old, counts, *numbers)
+        options = {"noise": 0.25, "init_std": 1.0, "horizon": 32, "mixer": mixer}
+        state = check_inject(impl, rows, **options)[0, :, :6]
+        first = drawn_by_hand(0, 9, 6) if before is None else old
+        for i, (z, beta) in enumerate([(first, 0.25 if before is None else 0.1875), (drawn_by_hand(0, 10, 6), 0.25)]):
+            keep, share = ((1 - beta) ** 0.5, beta**0.5) if mixer == "sqrt" else (1 - beta, beta)
+            expected = keep * z.double() + share * drawn_by_hand(1 + step, 9 + i, 6).double()
+            assert torch.allclose(state[i].double(), expected, atol=1e-6)
+        if before is not None:  # a copied state is mixed as well
+            copied = check_inject(impl, rows, new_state="copied", **options)[0, 1, :6]
+            assert torch.allclose(
+                copied.double(), keep * old.double() + share * drawn_by_hand(1 + step, 10, 6).double(), atol=1e-6
+            )
+
+
+def test_state_and_noise_of_a_new_row_are_independent(impl) -> None:
+    """Half and half of two independent vectors has half the variance; of one vector twice it would have all of it."""
+    one = torch.ones(1, dtype=torch.int64)
+    vectors = torch.zeros(1, 1, 4096)
+    rows = Rows(None, vectors, None, vectors, torch.zeros(1, 1, dtype=torch.int64), one, one, 0 * one, 0 * one, 0 * one)
+    variance = check_inject(impl, rows, noise=0.5, init_std=1.0)[..., :4096].double().var().item()
+    assert abs(variance / 0.97334 - 0.5) < 0.04
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_noise_and_momentum_vectors_pass_unchanged(impl, dtype: torch.dtype) -> None:
     strange = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-40, 6e4, -1.5], dtype=dtype)

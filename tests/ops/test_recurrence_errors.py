@@ -172,7 +172,7 @@ def test_wild_values_stay_inside_on_cuda(device_impl) -> None:
     )
     result = device_impl.recurrence_inject(*wild.inject_arguments(), noise=0.5, momentum=0.1)
     new = device_impl.recurrence_inject(
-        None, *wild._replace(width=two(4, 0).to(device_impl.device)).inject_arguments()[1:]
+        None, *wild._replace(width=two(4, 0).to(device_impl.device)).inject_arguments()[1:], noise=0.5
     )
     assert torch.equal(result, new)
     left = device_impl.recurrence_exit(*wild.exit_arguments(), threshold=1.0)

@@ -382,6 +382,64 @@ def test_against_the_row_kernels_references(data: st.DataObject) -> None:
         assert step[3] == pytest.approx(expected.distance, rel=1e-9)
 
 
+def algorithm_1(
+    model: Any, prompt: list[int], count: int, init_state: Any, r: int, inner: int, beta: Any
+) -> tuple[list[int], list[list[int]]]:
+    """Algorithm 1 line by line, one state to a position. A position is complete after ceil(r / r') steps, so that r' = r is
+    autoregressive decoding, as the text says. The frozen prefix is in the cache, which is why the prelude gets the rest."""
+    past = model.new_past()
+    y = [*prompt, int(forward(model, prompt, past, r, init_state)[-1].argmax())]
+    past.freeze(len(prompt))
+    frozen, steps = len(y), []
+    z = init_state(0, rows(len(prompt), 1))
+    ages = [0]
+    for t in range(1, 1000):  # line 4
+        first = frozen - 1
+        e = model.prelude(torch.tensor(y[first:]), first, past)  # line 5
+        z_noise = init_state(t, rows(first, len(z)))  # line 6
+        share = torch.tensor([beta(age) for age in ages], dtype=z.dtype)[:, None]
+        z = (1 - share) * z + share * z_noise  # line 7
+        for _ in range(inner):  # lines 8 to 10
+            z = model.core(z, e, first, past)
+        y_hat = model.coda(z, first, past).argmax(-1).tolist()  # lines 11 and 12
+        steps.append(y_hat)
+        y = [*y[:frozen], *y_hat]  # line 13
+        ages = [age + inner for age in ages]
+        done = sum(age >= -(-r // inner) * inner for age in ages)  # line 14
+        past.freeze(done)
+        frozen, z, ages = frozen + done, z[done:], ages[done:]
+        if frozen - len(prompt) >= count:  # line 15
+            return y[len(prompt) :][:count], steps
+        z = torch.cat([z, init_state(0, rows(frozen - 1 + len(z), 1))])  # line 17
+        ages.append(0)
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "harmonic", "root"])
+@pytest.mark.parametrize(("r", "inner"), [(6, 1), (6, 2), (5, 2), (4, 4)])
+def test_algorithm_1_literally(schedule: str, r: int, inner: int) -> None:
+    """Line 7 for every row, new ones too. The algorithm goes on past the last token asked for; until then all rows agree."""
+    beta = {
+        "constant": lambda age: 0.3,
+        "linear": lambda age: 0.3 * (1 - age / r) if age < r else 0.0,
+        "harmonic": lambda age: 0.3 / (1 + age),
+        "root": lambda age: 0.3 / (1 + age) ** 0.5,
+    }[schedule]
+    texts = set()
+    for seed in range(4):
+        model, start = tiny(seed, state_scale=1.0), position_states(WIDE, seed=seed)
+        tokens, steps = algorithm_1(model, PROMPT, 7, start, r, inner, beta)
+        fixed: dict[str, Any] = {"init": start, "exit": "fixed", "recurrences": r, "inner_recurrence": inner}
+        fixed |= {"momentum": 0.0, "keep_changed": False, "schedule": schedule}
+        result = recurrent_diffusion(model, PROMPT, 7, noise=0.3, **fixed)
+        assert result.tokens == tokens
+        assert [step.predictions == row[: len(step.predictions)] for step, row in zip(result.trace, steps)] == [
+            True
+        ] * len(result.trace)
+        texts.add(tuple(tokens) == tuple(recurrent_diffusion(model, PROMPT, 7, noise=0.0, **fixed).tokens))
+    assert False in texts, "noise changes no text of these models, so this compares nothing"
+
+
 def test_noise_levels() -> None:
     for count in (0, 4, 31, 32, 40):
         assert noise_level(0.5, count, "constant", 32) == 0.5

@@ -17,8 +17,8 @@ struct Rounded {
 // The random numbers of one step and position.
 class Latents {
  public:
-  PDK_INLINE Latents(const InjectArgs& args, int64_t b, int64_t position, int64_t step)
-      : words_(args.seeds.key(b), static_cast<uint32_t>(step), static_cast<uint32_t>(position), kLatentNoise),
+  PDK_INLINE Latents(const InjectArgs& args, int64_t b, int64_t position, uint32_t step)
+      : words_(args.seeds.key(b), step, static_cast<uint32_t>(position), kLatentNoise),
         std_(args.init_std) {}
 
   // Writes components first .. first + count - 1, rounded up to two whole vectors; first is a multiple of 4.
@@ -36,15 +36,18 @@ class Latents {
   float std_;
 };
 
-// to = keep from + share number, or the number itself where nothing is kept
+// to = keep state + share noise, where the state is `from` or, without it, the initial one of the position
 template <class T>
-PDK_INLINE void draw_row(const InjectArgs& args, const Latents& latents, const T* from, NoiseMix mix, T* to) {
-  alignas(64) float init[kStrip];
+PDK_INLINE void draw_row(const InjectArgs& args, int64_t b, int64_t position, const T* from, NoiseMix mix, T* to) {
+  const Latents initial(args, b, position, kInitialState), noise(args, b, position, noise_step(args.steps.load(b)));
+  alignas(64) float states[kStrip], noises[kStrip];
   for_strips(0, args.size, [&](int64_t first, int64_t end) {
-    latents.write(init, first, end - first);
+    if (from == nullptr) initial.write(states, first, end - first);
+    if (mix.share != 0) noise.write(noises, first, end - first);
     for_vectors(first, end, [&](int64_t at, auto lanes) {
-      const Vec number = load(init + (at - first), lanes);
-      store(to + at, from == nullptr ? number : blend<Rounded>(mix.keep, load(from + at, lanes), mix.share, number),
+      const Vec state = from == nullptr ? load(states + (at - first), lanes) : load(from + at, lanes);
+      store(to + at,
+            mix.share == 0 ? state : blend<Rounded>(mix.keep, state, mix.share, load(noises + (at - first), lanes)),
             lanes);
     });
   });
@@ -85,11 +88,11 @@ void inject_row(const InjectArgs& args, int64_t b, int64_t i) {
   const int64_t origin = old ? i : args.copied ? args.newest(b) : -1;
   const T* from = origin < 0 ? nullptr : args.state.template row<const T>(b, args.before(b, origin));
   NoiseMix mix{1, 0};
-  if (old && args.noise != 0) mix = noise_mix<Rounded>(args, args.recurrences.load(b, i));
+  if (args.noise != 0) mix = noise_mix<Rounded>(args, args.recurrences.load(b, i));
   if (from != nullptr && mix.share == 0) {
     copy_row(size, from, state);
   } else {
-    draw_row(args, Latents(args, b, args.cursor.load(b) + i, old ? args.steps.load(b) : 0), from, mix, state);
+    draw_row(args, b, args.cursor.load(b) + i, from, mix, state);
   }
 
   const T* fresh = args.embedding.template row<const T>(b, i);

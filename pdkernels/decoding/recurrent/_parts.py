@@ -110,7 +110,7 @@ class Core(NamedTuple):
             cursor,
             width,
             torch.zeros_like(cursor),
-            numbers,
+            numbers - 1,  # noise of step t, counted from 1, which these are
             seed=seeds,
             noise=self.noise,
             schedule=self.schedule,

@@ -49,7 +49,7 @@ class WaveSteps(Steps):
         exit: what makes a row ready: "latent-diff" that distance; "latent-acceleration" the second difference of three
             steps; "token-stability" a prediction that has stayed the same for `stability` steps; "fixed" its
             `recurrences` (Algorithm 1).
-        noise: share of fresh noise that a step mixes into a state.
+        noise: share of fresh noise that a step mixes into a state, a new one too (line 7 of both algorithms).
         schedule: how that share decays with a position's recurrences: "linear" (None), down to 0 after `recurrences`,
             "harmonic", "root", or "constant" not at all.
         mixer: how noise is mixed in: "linear", or "sqrt", which keeps the variance.
