@@ -44,6 +44,17 @@ def block_causal(length: int, block_size: int, prefix_len: int = 0) -> Mask:
     return _evaluate(range(length), range(length), sees, range(length))
 
 
+def width_scaling(length: int, factor: int, kv_share: bool = False) -> Mask:
+    """Copy j of token i sees copies 1 to j of token i, and of an earlier token all copies or the last one."""
+    copies = [(i, j) for i in range(length) for j in range(1, factor + 1)]
+
+    def sees(q: tuple[int, int], k: tuple[int, int]) -> bool:
+        (i, j), (other, its) = q, k
+        return its <= j if other == i else other < i and (its == factor or not kv_share)
+
+    return _evaluate(copies, copies, sees, [i for i, _ in copies])
+
+
 class _Packed(NamedTuple):
     stream: str  # "prompt", "k" (noisy) or "l" (clean)
     block: int

@@ -9,6 +9,7 @@ from pdkernels.masks.segment_mask import Segment, SegmentMask
 from pdkernels.masks.speculation import QuadraticMask, quadratic, tree
 from pdkernels.masks.tile_plan import BlockLists, TilePlan
 from pdkernels.masks.tree_plans import TreePlans
+from pdkernels.masks.width import width_scaling
 
 __all__ = [
     "AnchoredMask",
@@ -32,4 +33,5 @@ __all__ = [
     "planned_streams",
     "quadratic",
     "tree",
+    "width_scaling",
 ]

@@ -59,6 +59,8 @@ def masks() -> None:
             pdm.anchored([9, 7], [2, 6, 11], [4, 2, 3], "causal", inclusive=True, base="causal"),
             None,
         ),
+        "width": ("width_scaling(7, 3)", pdm.width_scaling(7, 3), None),
+        "width_kv_share": ("kv_share=True", pdm.width_scaling(7, 3, kv_share=True), None),
         "pack": ("pack([causal, dual_stream, candidates], length=32)", pdm.pack(packed, 32), None),
     }
     for name, (title, mask, tile) in pictures.items():

@@ -116,6 +116,7 @@ BUILDERS: dict[str, st.SearchStrategy[Call]] = {
     "candidates": _of("candidates", count=sizes(4), length=sizes(5)),
     "tree": tree(),
     "anchored": anchored(),
+    "width_scaling": _of("width_scaling", length=sizes(8), factor=sizes(5, 1), kv_share=st.booleans()),
 }
 WHOLE = [name for name in BUILDERS if name not in ("causal", "full")]
 calls = st.one_of(*BUILDERS.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.papers import fit_row_times, plot_row_times, plot_theory, theory
+from pdkernels import masks
 
 
 def counted_pairs(length: int, factor: int) -> tuple[int, int, int]:
@@ -37,6 +38,15 @@ def test_prefill_costs_are_those_of_counting(length: int, factor: int) -> None:
     assert shared - depth == attention * length * factor * (factor - 1) // 2 >= 0
     assert unshared - shared == attention * factor * (factor - 1) * length * (length - 1) // 2
     assert (unshared > shared) == (factor > 1 and length > 1)
+
+
+@pytest.mark.parametrize(("length", "factor"), [(1, 1), (3, 2), (7, 5), (40, 3)])
+def test_the_masks_of_width_scaling_have_the_pairs_of_the_theory(length: int, factor: int) -> None:
+    pairs = theory.prefill_cost(length, factor, 8).pairs
+    for kv_share, expected in ((True, pairs[1]), (False, pairs[2])):
+        mask = masks.width_scaling(length, factor, kv_share)
+        assert mask.plan(16, 16).visible_pairs == int(mask.dense().sum()) == expected
+        assert mask.shape == (length * factor,) * 2
 
 
 def finished(steps: int, recurrences: int, inner: int) -> tuple[int, list[int]]:
