@@ -18,8 +18,7 @@ struct Rounded {
 class Latents {
  public:
   PDK_INLINE Latents(const InjectArgs& args, int64_t b, int64_t position, uint32_t step)
-      : words_(args.seeds.key(b), step, static_cast<uint32_t>(position), kLatentNoise),
-        std_(args.init_std) {}
+      : words_(args.seeds.key(b), step, static_cast<uint32_t>(position), kLatentNoise), std_(args.init_std) {}
 
   // Writes components first .. first + count - 1, rounded up to two whole vectors; first is a multiple of 4.
   PDK_INLINE void write(float* to, int64_t first, int64_t count) const {
