@@ -1,7 +1,8 @@
 """Self-speculation of a recurrent-depth model: few recurrences draft some tokens, the full number verifies the draft at
 once.
 
-Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.3. The plain form is
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.3; the defaults are those of the
+baseline in "Efficient parallel samplers for recurrent-depth models", section 5. The plain form is
 reference/recurrent_self_speculation.py; both take the same forwards and accept the same part of every draft.
 """
 
@@ -32,7 +33,7 @@ _OP = "decoding.recurrent_self_speculation"
 def decode(
     session: Session,
     *,
-    block_size: int = 8,
+    block_size: int = 4,
     draft_recurrences: int = 4,
     verification_threshold: float = 1.0,
     init_scale: float = 1.0,
@@ -50,8 +51,9 @@ def decode(
     tokens are equal where states have converged, not by construction.
 
     Args:
-        block_size: maximum tokens per draft, each drafted by a forward; 0 is `recurrent_static`. 4 were best for
-            Huginn-0125 on GSM8K (`PAPER_SETTINGS`); `tiny-recurrent` is faster with 8.
+        block_size: maximum tokens per draft, each drafted by a forward; 0 is `recurrent_static`. Four tokens of four
+            recurrences were the best draft for Huginn-0125 on GSM8K (the sampler's paper, section 5);
+            `tiny-recurrent` is faster with 8.
         draft_recurrences: recurrences of a drafting forward.
         verification_threshold: below 1, a drafted token is also accepted if the verifier gives it at least this share
             of the likeliest token's probability.
