@@ -78,22 +78,27 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const uint32_t position = static_cast<uint32_t>(args.cursor.load(b) + i);
     const uint32_t step = noise_step(args.steps.load(b));
     const PhiloxKey key = args.seeds.key(b);
+    const auto draw = [&](int quad, uint32_t stage, const auto& visit) {
+      const PhiloxWords words =
+          philox4x32(PhiloxWords{{static_cast<uint32_t>(at / 4) + quad, position, stage, kLatentNoise}}, key);
+      for (int lane = 0; lane < 4; ++lane) {
+        const float t = static_cast<float>(odd_number(static_cast<int32_t>(words.word[lane]))) * 0x1p-24f;
+        visit(lane, Rounded::multiply(truncated_normal<Rounded>(t), args.init_std));
+      }
+    };
     for (int quad = 0; quad < kSize / 4; ++quad) {
       T* values = state.value + 4 * quad;
-      float number[4] = {to_float(values[0]), to_float(values[1]), to_float(values[2]), to_float(values[3])};
-      // The initial state, then the noise, in one copy of the code.
-#pragma unroll 1
-      for (int draw = drawn ? 0 : 1; draw <= (noisy ? 1 : 0); ++draw) {
-        const uint32_t stage = draw == 0 ? kInitialState : step;
-        const PhiloxWords words =
-            philox4x32(PhiloxWords{{static_cast<uint32_t>(at / 4) + quad, position, stage, kLatentNoise}}, key);
-        for (int lane = 0; lane < 4; ++lane) {
-          const float t = static_cast<float>(odd_number(static_cast<int32_t>(words.word[lane]))) * 0x1p-24f;
-          const float init = Rounded::multiply(truncated_normal<Rounded>(t), args.init_std);
-          number[lane] = draw == 0 ? init : blend<Rounded>(mix.keep, number[lane], mix.share, init);
-        }
+      float numbers[4];
+      if (drawn) {
+        draw(quad, kInitialState, [&](int lane, float init) { numbers[lane] = init; });
+      } else {
+        for (int lane = 0; lane < 4; ++lane) numbers[lane] = to_float(values[lane]);
       }
-      for (int lane = 0; lane < 4; ++lane) values[lane] = from_float<T>(number[lane]);
+      if (noisy) {
+        draw(quad, step,
+             [&](int lane, float init) { numbers[lane] = blend<Rounded>(mix.keep, numbers[lane], mix.share, init); });
+      }
+      for (int lane = 0; lane < 4; ++lane) values[lane] = from_float<T>(numbers[lane]);
     }
   }
   store<T, kWide>(state, to_state, count);
