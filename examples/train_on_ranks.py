@@ -36,6 +36,7 @@ from pdkernels.training import (
     as_ids,
     draw_masks,
     dual_stream_loss,
+    noise_level,
     pack_dual_stream,
 )
 
@@ -62,19 +63,21 @@ class Objective(nn.Module):
         return dual_stream_loss(ar, masked, batch, normaliser=rows).total
 
 
-def sample(seed: int, step: int, number: int) -> DualStreamSample:
-    """A text and its masked positions."""
+def sample(seed: int, step: int, number: int, level: float | None = None) -> DualStreamSample:
+    """A text and its masked positions, at a noise level of its own or at the given one."""
     own = hash((seed, step, number)) % 2**31
     problem = next(iter(arithmetic(own)))
     ids = as_ids([(problem.prompt + problem.steps).encode()]).long()
-    masked, share = draw_masks(len(ids), torch.Generator().manual_seed(own), min_p_mask=0.2)
+    masked, share = draw_masks(len(ids), torch.Generator().manual_seed(own), min_p_mask=0.2, t=level)
     return DualStreamSample(ids, masked & (torch.arange(len(ids)) >= len(problem.prompt)), share)
 
 
-def own_batch(seed: int, step: int, samples: int) -> DualStreamBatch:
-    """The samples of this process: every n-th of all of them."""
+def own_batch(seed: int, step: int, samples: int, ratios: str = "sample") -> DualStreamBatch:
+    """The samples of this process: every n-th of all of them. With the ratios of "rank" they share a noise level, which is another in each
+    process, as in Nemotron-Labs-Diffusion (section 2.3); the result then depends on the number of processes."""
     numbers = range(dist.get_rank(), samples, dist.get_world_size())
-    return pack_dual_stream([sample(seed, step, number) for number in numbers], WIDTH, MASK_TOKEN)
+    level = noise_level(seed, step, dist.get_rank()) if ratios == "rank" else None
+    return pack_dual_stream([sample(seed, step, number, level) for number in numbers], WIDTH, MASK_TOKEN)
 
 
 def distributed(model: Transformer, sharding: str, device: torch.device) -> nn.Module:
@@ -136,7 +139,7 @@ def train(chosen: argparse.Namespace, device: torch.device) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         log.write_text("".join(log_lines(log, done)))
     for step in range(done, chosen.steps):
-        loss = train_step(objective, optimizer, own_batch(chosen.seed, step, chosen.samples))
+        loss = train_step(objective, optimizer, own_batch(chosen.seed, step, chosen.samples, chosen.ratios))
         if speaks:
             with log.open("a") as file:
                 file.write(json.dumps({"step": step, "loss": loss}) + "\n")
@@ -153,6 +156,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=8, help="of a step, on all processes together")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--sharding", choices=("fsdp", "ddp"), default="fsdp")
+    parser.add_argument(
+        "--ratios", choices=("sample", "rank"), default="sample", help="what has a masking ratio of its own"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600, help="seconds that processes wait for each other")
     chosen = parser.parse_args(arguments)

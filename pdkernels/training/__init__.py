@@ -16,6 +16,7 @@ from pdkernels.training.losses import (
     dual_stream_terms,
     noise_aware_loss,
     noise_aware_terms,
+    noise_level,
 )
 from pdkernels.training.packing import (
     DualStreamBatch,
@@ -96,6 +97,7 @@ __all__ = [
     "noise_aware_loss",
     "noise_aware_sample",
     "noise_aware_terms",
+    "noise_level",
     "noise_ratios",
     "noiseless_sample",
     "orders",

@@ -11,14 +11,17 @@ of the logits. Nothing here waits for that device, and everything compiles to on
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import random
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdkernels._validation import check, check_type, fail, message
+from pdkernels._validation import check, check_choice, check_type, fail, integer, message
 from pdkernels.training.packing import DualStreamBatch, NoiseAwareBatch
+
+Average: TypeAlias = Literal["global", "sequence"]
 
 
 class JointLoss(NamedTuple):
@@ -42,19 +45,34 @@ class ConsistencyLoss(NamedTuple):
 
 
 def dual_stream_terms(
-    ar_logits: Tensor, masked_logits: Tensor, batch: DualStreamBatch, *, normaliser: float | Tensor | None = None
+    ar_logits: Tensor,
+    masked_logits: Tensor,
+    batch: DualStreamBatch,
+    *,
+    normaliser: float | Tensor | None = None,
+    average: Average = "global",
 ) -> tuple[Tensor, Tensor]:
     """The contribution of each row to the two sums of `dual_stream_loss`, same arguments and errors: ``(n,)`` and
     ``(m,)``."""
     op = "training.dual_stream_loss"
+    check_choice(op, "average", average, get_args(Average))
     _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
     _check_rows(op, "masked_logits", masked_logits, batch.masked_labels)
     if normaliser is None:
         # Without rows both sums are 0.
-        normaliser = max(len(batch.ar_labels) + len(batch.masked_labels), 1)
+        rows = len(batch.ar_labels) + len(batch.masked_labels)
+        normaliser = max(rows if average == "global" else batch.samples, 1)
     ar = F.cross_entropy(_exact(ar_logits), batch.ar_labels.to(ar_logits.device), reduction="none")
     masked = F.cross_entropy(_exact(masked_logits), batch.masked_labels.to(masked_logits.device), reduction="none")
-    return ar / normaliser, masked * batch.masked_weights.to(masked_logits.device) / normaliser
+    masked = masked * batch.masked_weights.to(masked_logits.device)
+    if average == "sequence":
+        owners = [batch.ar_samples, batch.masked_samples]
+        counts = torch.zeros(batch.samples, dtype=torch.int64, device="cpu")
+        for owner in owners:
+            counts = counts.index_add(0, owner, torch.ones_like(owner))
+        own, hidden = (counts[owner].to(ar_logits.device) for owner in owners)
+        ar, masked = ar / own, masked / hidden
+    return ar / normaliser, masked / normaliser
 
 
 def dual_stream_loss(
@@ -64,6 +82,7 @@ def dual_stream_loss(
     *,
     masked_weight: float = 0.3,
     normaliser: float | Tensor | None = None,
+    average: Average = "global",
 ) -> JointLoss:
     """Cross-entropy on the clean copies, and on the hidden tokens of the noisy ones.
 
@@ -72,19 +91,23 @@ def dual_stream_loss(
         masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the hidden token at their own position.
         batch: from `pack_dual_stream`.
         masked_weight: weight of the masked sum; the paper's alpha.
-        normaliser: the divisor of both sums. None: the n + m rows of this batch. For several batches or ranks pass
-            their total number of rows, a number or a 0-dim tensor: the losses then add up to that of one big batch.
+        normaliser: the divisor of both sums. None: the n + m rows of this batch, or its samples where the average is
+            that of sequences. For several batches or ranks pass their total number of rows (or samples), a number or a
+            0-dim tensor: the losses then add up to that of one big batch.
+        average: "global": all rows of the batch count equally (equation 5), so that a text with few hidden tokens has
+            little weight. "sequence": the mean over the rows of each sample, then the mean over samples (equation 4),
+            which the paper found to be worse: there a few hidden tokens with large weights 1 / p_mask count as much as a
+            whole text.
 
     Returns:
-        Its `total` is ``(sum of CE + masked_weight * sum of CE / p_mask) / normaliser``, 0 for a batch without rows.
-        All tokens count equally, regardless of their sample: one with few hidden tokens has little weight (*global
-        averaging*).
+        Its `total` is ``(sum of CE + masked_weight * sum of CE / p_mask) / normaliser``, 0 for a batch without rows; with
+        ``average="sequence"`` each row is also divided by the number of rows, of both kinds, of its sample.
 
     Raises:
-        ValueError: logits that are not one row of floats per label.
+        ValueError: logits that are not one row of floats per label, an unknown average.
         TypeError: logits that are not floating.
 
-    Source: Nemotron-Labs-Diffusion, equations 1 to 3 and 5.
+    Source: Nemotron-Labs-Diffusion, equations 1 to 5 and section 2.1, global loss averaging.
 
     Example:
         >>> import torch
@@ -95,7 +118,7 @@ def dual_stream_loss(
         >>> [round(float(part), 4) for part in loss]
         [1.8421, 1.1513, 2.3026]
     """
-    ar, masked = dual_stream_terms(ar_logits, masked_logits, batch, normaliser=normaliser)
+    ar, masked = dual_stream_terms(ar_logits, masked_logits, batch, normaliser=normaliser, average=average)
     ar, masked = ar.sum(), masked.sum()
     return JointLoss(ar + masked_weight * masked, ar, masked)
 
@@ -155,7 +178,7 @@ def noise_aware_loss(
 
 
 def draw_masks(
-    count: int, generator: torch.Generator, *, min_p_mask: float = 1e-3, frozen_prefix: int = 0
+    count: int, generator: torch.Generator, *, min_p_mask: float = 1e-3, frozen_prefix: int = 0, t: float | None = None
 ) -> tuple[Tensor, float]:
     """Samples the tokens of a sequence that the noisy copy masks, and the probability with which each was masked.
 
@@ -165,15 +188,18 @@ def draw_masks(
         min_p_mask: eps of ``p_mask = (1 - eps) * t + eps`` with t uniform on [0, 1], one for the sequence.
         frozen_prefix: length of a prefix that is never masked, such as the prompt when fine-tuning on answers. Give it
             to the sample as `prefix_len` too, which leaves it out of the autoregressive loss.
+        t: the noise level in [0, 1], such as one that all sequences of a rank share (`noise_level`). None: drawn for
+            this sequence, as the released code does.
 
     Returns:
         ``(count,)`` bool and p_mask: the last two fields of a `DualStreamSample`. With few tokens there may be no True.
 
     Raises:
-        ValueError: a negative count, a prefix longer than the sequence, `min_p_mask` outside (0, 1].
+        ValueError: a negative count, a prefix longer than the sequence, `min_p_mask` outside (0, 1],
+            `t` outside [0, 1].
         TypeError: sizes that are not ints, a generator of another type.
 
-    Source: Nemotron-Labs-Diffusion, released training code.
+    Source: Nemotron-Labs-Diffusion, equation 2 and released training code.
 
     Example:
         >>> import torch
@@ -191,11 +217,40 @@ def draw_masks(
     check(count >= 0, op, "count", "be at least 0", count)
     check(0 <= frozen_prefix <= count, op, "frozen_prefix", f"lie in 0 .. {count}", frozen_prefix)
     check(0 < min_p_mask <= 1, op, "min_p_mask", "lie in (0, 1]", min_p_mask)
-    t = float(torch.rand((), dtype=torch.float64, generator=generator, device=generator.device))
+    check(t is None or 0 <= t <= 1, op, "t", "lie in [0, 1]", t)
+    if t is None:
+        t = float(torch.rand((), dtype=torch.float64, generator=generator, device=generator.device))
     p_mask = (1 - min_p_mask) * t + min_p_mask
     masked = torch.rand(count, generator=generator, device=generator.device) < p_mask
     masked[:frozen_prefix] = False
     return masked, p_mask
+
+
+def noise_level(seed: int, step: int, rank: int = 0) -> float:
+    """The noise level t of all sequences of a rank in a step, for `draw_masks`: uniform on [0, 1).
+
+    With a data-parallel rank's own number, masking ratios vary over the ranks of a step ("DP-rank varying masking
+    ratios"); with the default, all ranks mask the same share of their tokens. No rank has to be told what others draw,
+    and a training that is resumed at a step draws the same again, on any machine.
+
+    Args:
+        seed: of the training.
+        step: number of the step.
+        rank: number of the data-parallel rank, ``torch.distributed.get_rank()``.
+
+    Raises:
+        TypeError, ValueError: numbers that are no ints, or negative.
+
+    Source: Nemotron-Labs-Diffusion, section 2.3, which says no more than that noise levels differ between ranks.
+
+    Example:
+        >>> from pdkernels.training import noise_level
+        >>> [round(noise_level(0, 7, rank), 3) for rank in range(3)], noise_level(0, 7) == noise_level(0, 7, 0)
+        ([0.101, 0.824, 0.484], True)
+    """
+    for name, value in (("seed", seed), ("step", step), ("rank", rank)):
+        integer("training.noise_level", name, value, 0)
+    return random.Random(f"noise level {seed} {step} {rank}").random()
 
 
 def _exact(logits: Tensor) -> Tensor:

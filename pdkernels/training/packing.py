@@ -87,6 +87,12 @@ class DualStreamBatch(NamedTuple):
     """(m,) the ids that are masked there; these labels are not shifted."""
     masked_weights: Tensor
     """(m,) float32, 1 / p_mask."""
+    ar_samples: Tensor
+    """(n,) the number of the sample that each of `ar_rows` belongs to."""
+    masked_samples: Tensor
+    """(m,) that of each of `masked_rows`."""
+    samples: int
+    """How many samples are packed."""
 
 
 def pack_noise_aware(
@@ -228,7 +234,7 @@ def pack_dual_stream(
     check_flag(op, "prompt_labels", prompt_labels)
     integer(op, "pad_token", pad_token, 0)
     integer(op, "mask_token", mask_token, 0)
-    masks, tokens, rows, weights = [], [], [], []
+    masks, tokens, rows, weights, counts = [], [], [], [], []
     for sample in samples:
         check_type(isinstance(sample, DualStreamSample), op, "samples", "hold DualStreamSamples", type(sample).__name__)
         check_index(op, "clean", sample.clean, (None,), None)
@@ -246,10 +252,14 @@ def pack_dual_stream(
         first = 1 if prompt_labels else max(sample.prefix_len, 1)  # nothing predicts the first token of a sample
         rows.append((stream[first - 1 : -1], stream[first:], hidden, stream[noisy[hidden]]))
         weights.append(torch.full((len(hidden),), 1 / sample.p_mask, dtype=torch.float32, device="cpu"))
+        counts.append((len(stream[first:]), len(hidden)))
     packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, masked_rows, sources = _shifted(rows, masks)
     weight = torch.cat([torch.empty(0, dtype=torch.float32, device="cpu"), *weights])
-    return DualStreamBatch(packed, mask.positions, mask, ar_rows, packed[targets], masked_rows, packed[sources], weight)
+    numbers, repeats = torch.arange(len(masks), device="cpu"), torch.tensor(counts, dtype=torch.int64, device="cpu")
+    ar_samples, masked_samples = (numbers.repeat_interleave(repeats.view(-1, 2)[:, kind]) for kind in range(2))
+    labels = (ar_rows, packed[targets], masked_rows, packed[sources], weight)
+    return DualStreamBatch(packed, mask.positions, mask, *labels, ar_samples, masked_samples, len(masks))
 
 
 def _noisy_positions(op: str, sample: DualStreamSample, count: int) -> Tensor:

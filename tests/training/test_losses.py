@@ -20,6 +20,7 @@ from pdkernels.training import (
     draw_masks,
     dual_stream_loss,
     noise_aware_loss,
+    noise_level,
     pack_dual_stream,
     pack_noise_aware,
 )
@@ -87,6 +88,76 @@ def test_dual_stream_is_the_equation(seed: int, lengths: list[int], weight: floa
     for row, label, gradient in zip(ar.tolist(), batch.ar_labels.tolist(), ar.grad.tolist()):
         for token, (p, value) in enumerate(zip(softmax(row), gradient)):
             assert math.isclose(value, (p - (token == label)) / rows, rel_tol=1e-12, abs_tol=1e-15)
+
+
+@given(seeds, st.lists(st.integers(0, 9), max_size=4), st.floats(0, 2), st.integers(1, 3))
+def test_the_average_over_sequences_is_the_equation(seed: int, lengths: list[int], weight: float, ranks: int) -> None:
+    """Equation 4 as a loop over the sequences of a batch, whose rows are picked out of it one by one."""
+    random = generator(seed)
+    samples = [DualStreamSample(torch.randint(MASK, (n,), generator=random), *draw_masks(n, random)) for n in lengths]
+    batch = pack_dual_stream(samples, 3, MASK)
+    ar, masked = logits(batch.ar_rows, random), logits(batch.masked_rows, random)
+    loss = dual_stream_loss(ar, masked, batch, masked_weight=weight, average="sequence")
+
+    rows, hidden, expected = iter(ar.tolist()), iter(masked.tolist()), 0.0
+    for sample in samples:
+        terms = [cross_entropy(next(rows), int(label)) for label in sample.clean[1:]]
+        inverse = float(torch.tensor(1 / sample.p_mask, dtype=torch.float32))
+        for token in sample.clean[sample.masked]:
+            terms.append(weight * cross_entropy(next(hidden), int(token)) * inverse)
+        expected += sum(terms) / max(len(terms), 1) / len(samples)
+    assert close(loss.total, expected)
+    # Of several ranks: the number of all their sequences is the normaliser, and the losses add up.
+    share = dual_stream_loss(
+        ar, masked, batch, masked_weight=weight, average="sequence", normaliser=ranks * max(len(samples), 1)
+    )
+    assert close(share.total * ranks, expected)
+
+
+def test_both_averages_agree_where_every_sequence_has_as_many_rows() -> None:
+    random, hidden = generator(5), torch.arange(6) % 3 == 1
+    samples = [DualStreamSample(torch.randint(MASK, (6,), generator=random), hidden, p) for p in (0.1, 0.9)]
+    batch = pack_dual_stream(samples, 3, MASK)
+    inputs = logits(batch.ar_rows, random), logits(batch.masked_rows, random)
+    torch.testing.assert_close(
+        *(dual_stream_loss(*inputs, batch, average=kind).total for kind in ("global", "sequence"))
+    )
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 3), st.floats(0, 1))
+def test_ranks_with_levels_of_their_own_average_over_all_tokens(
+    seed: int, ranks: int, texts: int, weight: float
+) -> None:
+    """Equation 5 as a loop over the tokens of all ranks, whose masking ratios differ (section 2.3)."""
+    random, expected, rows, parts = generator(seed), 0.0, 0, []
+    for rank in range(ranks):
+        level = noise_level(seed, 3, rank)
+        samples = [
+            DualStreamSample(torch.randint(MASK, (n,), generator=random), *draw_masks(n, random, t=level))
+            for n in range(4, 4 + texts)
+        ]
+        ratio = (1 - 1e-3) * level + 1e-3
+        assert all(sample.p_mask == ratio for sample in samples)
+        batch = pack_dual_stream(samples, 3, MASK)
+        ar, masked = logits(batch.ar_rows, random), logits(batch.masked_rows, random)
+        inverse = float(torch.tensor(1 / ratio, dtype=torch.float32))
+        for row, label in zip(ar.tolist(), batch.ar_labels.tolist()):
+            expected += cross_entropy(row, label)
+        for row, label in zip(masked.tolist(), batch.masked_labels.tolist()):
+            expected += weight * cross_entropy(row, label) * inverse
+        rows += len(ar) + len(masked)
+        parts.append((ar, masked, batch))
+    total = sum(dual_stream_loss(*part, masked_weight=weight, normaliser=rows).total for part in parts)
+    assert close(total, expected / rows)
+
+
+def test_levels_of_ranks_are_uniform_and_their_own() -> None:
+    """Five standard deviations of a mean of uniform numbers, and of the products of pairs."""
+    drawn = torch.tensor([[noise_level(1, step, rank) for rank in range(3)] for step in range(2000)])
+    assert drawn.min() >= 0 and drawn.max() < 1
+    assert ((drawn.mean(0) - 0.5).abs() < 5 * (1 / 12 / 2000) ** 0.5).all()
+    assert (torch.corrcoef(drawn.T) - torch.eye(3)).abs().max() < 5 / 2000**0.5
+    assert noise_level(1, 5) == float(noise_level(1, 5, 0)) != noise_level(2, 5)
 
 
 @given(seeds, st.lists(st.integers(0, 4), max_size=3), st.floats(0, 10))
@@ -286,6 +357,12 @@ N, M = len(BATCH.ar_rows), len(BATCH.masked_rows)
         "frozen_prefix must lie in 0 .. 3, got 4": lambda: draw_masks(3, generator(0), frozen_prefix=4),
         "count must be at least 0, got -1": lambda: draw_masks(-1, generator(0)),
         "min_p_mask must lie in (0, 1], got 0.0": lambda: draw_masks(3, generator(0), min_p_mask=0.0),
+        "t must lie in [0, 1], got 1.5": lambda: draw_masks(3, generator(0), t=1.5),
+        "average must be one of 'global', 'sequence', got 'rank'": lambda: dual_stream_loss(
+            torch.zeros(N, 3), torch.zeros(M, 3), BATCH, average="rank"
+        ),
+        "noise_level: rank must be 0 or more, got -1": lambda: noise_level(0, 0, -1),
+        "TypeError: step must be an integer, got float": lambda: noise_level(0, 0.5),
         "TypeError: generator must be a torch.Generator, got NoneType": lambda: draw_masks(3, None),
         "TypeError: count must be an int, got float": lambda: draw_masks(3.0, generator(0)),
     }.items(),
