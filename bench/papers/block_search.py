@@ -43,7 +43,7 @@ class Filling:
         committed: positions filled after each forward, most confident first.
         exact: whether the block ends as serial denoising ends.
         simulated: forwards that were computed only to decide what to commit.
-        unsafe: iterations that committed one position because no budget was left to simulate.
+        unsafe: iterations in which a candidate counted as unsafe because no budget was left to simulate.
     """
 
     committed: list[list[int]]
@@ -83,7 +83,7 @@ class _Searcher:
     def __init__(self, mask: int, budget: int) -> None:
         self.mask, self.budget = mask, budget
         self.known: dict[Block, Guesses] = {}
-        self.simulated = 0
+        self.simulated, self.spent = 0, False
         self.asked: set[Block] = set()  # by the current scheme, whose cost must not depend on what other schemes asked
 
     def begin(self, order: Sequence[int], target: Block) -> None:
@@ -143,11 +143,9 @@ class _Searcher:
             right = [position for position in ranked if tokens[position] == target[position]]
             count = len(right)
             if not verified or search == "binary":
-                try:
-                    count, found = yield from self.safe_prefix(block, right, tokens, target, search)
-                    verified = verified or found
-                except _Budget:
-                    count, unsafe = 1, unsafe + 1
+                self.spent = False
+                count, found = yield from self.safe_prefix(block, right, tokens, target, search)
+                verified, unsafe = verified or found, unsafe + self.spent
             # Only plain bisection meets a block without a right position.
             committed.append(right[:count] or ranked[:1])
             block = _filled(block, committed[-1], tokens)
@@ -159,7 +157,10 @@ class _Searcher:
         """How many of `right` to commit, and whether `greedy` was found to end in the target from there."""
 
         def safe(count: int) -> Generator[Block, Guesses, bool]:
-            found, _ = yield from self.greedy(_filled(block, right[:count], tokens), target, simulation=True)
+            try:
+                found, _ = yield from self.greedy(_filled(block, right[:count], tokens), target, simulation=True)
+            except _Budget:  # the candidate is taken for unsafe, and the search goes on with shorter ones
+                self.spent, found = True, False
             return found
 
         if search == "exhaustive":
