@@ -207,6 +207,7 @@ def main(
             canvases = next(data)
             loss, sure = loss_of(model, canvases)
             loss = loss + loss_of(model, later(canvases, sure, generator))[0]
+            # An alpha of 1, not 0.3: this model fills masks, and predicts next tokens only to keep what it knows.
             total = loss + joint_weight * joint_step(model, next(joint), 1.0)[0]
         return total, {"loss": loss.item()}
 

@@ -5,12 +5,15 @@
 takes about an hour on a CPU core with bfloat16 products and writes tiny-trimode.safetensors into the current folder. One set of weights then
 decodes token by token, as block diffusion, and by speculating on itself.
 
-Two stages. The joint one trains next-token prediction on a clean copy of each text and the filling of masks on a noisy copy,
-packed in one sequence under a dual-stream mask; in every other step the noisy copy already holds what the model is sure of. The second trains only the low-rank adapter of the draft pass, on texts the model
+Stage 1 of the paper, next tokens alone, is `tiny-code`, the start. The joint stage trains next-token prediction on a clean copy of each text and the filling of masks on a noisy copy,
+packed in one sequence under a dual-stream mask; in every other step the noisy copy already holds what the model is sure of. The last one trains only the low-rank adapter of the draft pass, on texts the model
 wrote itself: there the causal model's own predictions show how much of each draft would have been accepted. Nine of ten drafts are
 sampled, the others greedy.
 
-Source: Nemotron-Labs-Diffusion, sections 3 and 4.
+The defaults are the paper's alpha, and otherwise what small models learn fast with: Muon, a cosine, no weight decay. The paper's other
+settings, as far as they have a meaning here, are --no-muon --schedule wsd --weight-decay 0.1 and, for its fine-tuning, --answers-alone.
+
+Source: Nemotron-Labs-Diffusion, sections 2, 3.3, 5.1 and 5.2.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -83,8 +86,10 @@ def with_mask_token(model: Transformer) -> Transformer:
 # ---- batches
 
 
-def masked_positions(tokens: int, prompt_len: int, width: int, generator: torch.Generator) -> tuple[Tensor, float]:
-    """Which tokens of a text are masked in its noisy copy, and with what probability; never those of the prompt.
+def masked_positions(
+    tokens: int, prompt_len: int, width: int, generator: torch.Generator, first_block: int = 0
+) -> tuple[Tensor, float]:
+    """Which tokens of a text are masked in its noisy copy, and with what probability; never those of the prompt. Blocks start at `first_block`.
 
     A quarter of the texts are masked entirely (what a group of masks after a draft sees), a quarter except for the first token of each
     block (a draft pass), a quarter at random, and a quarter at random except for the first token of each block (half-finished blocks).
@@ -95,17 +100,18 @@ def masked_positions(tokens: int, prompt_len: int, width: int, generator: torch.
     if kind >= 2:
         masked, share = draw_masks(tokens, generator, min_p_mask=MIN_MASKED)
     if kind % 2:
-        masked, share = masked & (positions % width != 0), share * (1 - 1 / width)
+        masked, share = masked & ((positions - first_block) % width != 0), share * (1 - 1 / width)
     return masked & (positions >= prompt_len), share
 
 
-def whole_blocks(ids: Tensor, width: int) -> Tensor:
-    """The text with end tokens up to a multiple of the width: a decoder's last block holds masks after the end, too."""
-    return torch.cat([ids, ids.new_full((-len(ids) % width,), int(ids[-1]))])
+def whole_blocks(ids: Tensor, width: int, first_block: int = 0) -> Tensor:
+    """The text with end tokens up to the end of a block: a decoder's last block holds masks after the end, too."""
+    return torch.cat([ids, ids.new_full(((first_block - len(ids)) % width,), int(ids[-1]))])
 
 
-def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatch]:
-    """Endless batches of `sums` problems and `windows` pieces of source, in blocks of one of the widths."""
+def joint_batches(sums: int, windows: int, seed: int, answers_alone: bool = False) -> Iterator[DualStreamBatch]:
+    """Endless batches of `sums` problems and `windows` pieces of source, in blocks of one of the widths. With `answers_alone` prompts are
+    not labels of the autoregressive loss either, and blocks start after them (the paper's fine-tuning)."""
     generator = torch.Generator().manual_seed(seed)
     problems, source = arithmetic(seed + 1), as_ids(standard_library()[0])
     while True:
@@ -114,13 +120,14 @@ def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatc
             (as_ids([(problem.prompt + problem.steps).encode()]), len(problem.prompt))
             for problem in islice(problems, sums)
         ]
-        texts = [(whole_blocks(ids, width), prompt_len) for ids, prompt_len in texts]
+        texts = [(whole_blocks(ids, width, prompt_len * answers_alone), prompt_len) for ids, prompt_len in texts]
         for start in torch.randint(len(source) - WINDOW, (windows,), generator=generator).tolist():
             texts.append((source[start : start + WINDOW], 0))
-        samples = [
-            DualStreamSample(ids.long(), *masked_positions(len(ids), prompt_len, width, generator))
-            for ids, prompt_len in texts
-        ]
+        samples = []
+        for ids, prompt_len in texts:
+            first = prompt_len * answers_alone
+            masks = masked_positions(len(ids), prompt_len, width, generator, first)
+            samples.append(DualStreamSample(ids.long(), *masks, prefix_len=first))
         yield pack_dual_stream(samples, width, MASK_TOKEN)
 
 
@@ -143,10 +150,10 @@ def own_texts(model: Transformer, sums: int, windows: int, seed: int) -> list[tu
 # ---- steps
 
 
-def joint_step(model: Transformer, batch: DualStreamBatch, masked_weight: float) -> tuple[Tensor, dict[str, float]]:
+def joint_step(model: Transformer, batch: DualStreamBatch, alpha: float) -> tuple[Tensor, dict[str, float]]:
     hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan(TILE, TILE))[0]
     loss = dual_stream_loss(
-        model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch, masked_weight=masked_weight
+        model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch, masked_weight=alpha
     )
     return loss.total, {"autoregressive": loss.autoregressive.item(), "masked": loss.masked.item()}
 
@@ -167,6 +174,7 @@ def without_easy_masks(model: Transformer, batch: DualStreamBatch, generator: to
         masked_rows=batch.masked_rows[left],
         masked_labels=batch.masked_labels[left],
         masked_weights=batch.masked_weights[left],
+        masked_samples=batch.masked_samples[left],
     )
 
 
@@ -211,6 +219,20 @@ def cosine(steps: int, lr: float) -> Callable[[int], float]:
     return rate
 
 
+def wsd(steps: int, lr: float, last: float = 0.1) -> Callable[[int], float]:
+    """The learning rate of each step: a linear warm-up, a constant rate, and in the last fifth a linear decay to the share `last` of it.
+
+    The paper names the schedule (WSD), the first rate and the last, 0.3 of it in pretraining and 0.1 in fine-tuning; the fifth is not from it.
+    """
+    warmup = max(1, steps // 30)
+
+    def rate(number: int) -> float:
+        left = min(1.0, (steps - number) / max(1.0, 0.2 * steps))
+        return lr * min(1.0, (number + 1) / warmup) * (last + (1 - last) * left)
+
+    return rate
+
+
 # ---- scores
 
 
@@ -237,7 +259,17 @@ def main(
     drafter_steps: Annotated[int, typer.Option(help="Steps of the adapter's stage.")] = 400,
     sums: Annotated[int, typer.Option(help="Problems per step.")] = 8,
     windows: Annotated[int, typer.Option(help="Pieces of source per step.")] = 1,
-    masked_weight: Annotated[float, typer.Option(help="Weight of the masked loss.")] = 1.0,
+    alpha: Annotated[
+        float, typer.Option(help="Weight of the masked loss; the paper's. The shipped weights had 1.0.")
+    ] = 0.3,
+    answers_alone: Annotated[bool, typer.Option(help="No loss on prompts, as in the paper's fine-tuning.")] = False,
+    schedule: Annotated[
+        Literal["cosine", "wsd"], typer.Option(help="Of the joint stage; the paper's is WSD.")
+    ] = "cosine",
+    weight_decay: Annotated[float, typer.Option(help="In the joint stage; the paper's is 0.1.")] = 0.0,
+    muon: Annotated[
+        bool, typer.Option(help="Muon for matrices in the joint stage; the paper trains with AdamW.")
+    ] = True,
     lr: Annotated[float, typer.Option(help="Peak learning rate of the joint stage.")] = 1.5e-3,
     drafter_lr: Annotated[float, typer.Option(help="Peak learning rate of the adapter.")] = 2e-3,
     sampled_drafts: SampledDrafts = 0.9,
@@ -253,29 +285,29 @@ def main(
 ) -> None:
     """Train tiny-trimode and save it, rounded to bf16."""
     settings = {"start": start, "steps": steps, "drafter_steps": drafter_steps, "sums": sums, "windows": windows}
-    settings |= {"masked_weight": masked_weight, "lr": lr, "drafter_lr": drafter_lr, "seed": seed, "fast": fast}
+    settings |= {"alpha": alpha, "lr": lr, "drafter_lr": drafter_lr, "seed": seed, "fast": fast}
+    settings |= {"answers_alone": answers_alone, "schedule": schedule, "weight_decay": weight_decay, "muon": muon}
     settings |= {"sampled_drafts": sampled_drafts, "draft_temperature": draft_temperature}
     run = Run(output, resume, settings, threads)
     torch.manual_seed(seed)
     model = with_mask_token(start_model(start))
-    batches, generator = joint_batches(sums, windows, seed), torch.Generator().manual_seed(seed)
+    batches, generator = joint_batches(sums, windows, seed, answers_alone), torch.Generator().manual_seed(seed)
 
     def joint(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = next(batches)
         with torch.autocast("cpu", torch.bfloat16, enabled=fast):
             if number % 2:
                 batch = without_easy_masks(model, batch, generator)
-            return joint_step(model, batch, masked_weight)
+            return joint_step(model, batch, alpha)
 
     def look() -> str:
         return report(model, 50)
 
     with run.stoppable():
-        rates, weights = cosine(steps, lr), list(model.parameters())
+        rates, weights = (wsd if schedule == "wsd" else cosine)(steps, lr), list(model.parameters())
         streams = {"skip": lambda number: next(batches), "generators": [generator]}
-        run.optimise(
-            "joint", model, weights, steps, rates, joint, **streams, look=look, look_every=look_every, muon=True
-        )
+        looks, kind = {"look": look, "look_every": look_every}, {"muon": muon, "weight_decay": weight_decay}
+        run.optimise("joint", model, weights, steps, rates, joint, **streams, **looks, **kind)
         model.requires_grad_(False)
         if drafter_steps:
             if score:

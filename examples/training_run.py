@@ -126,8 +126,8 @@ class Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` with the scale that `optimizers_of` names, in float32: PyTorch's multiplies in bfloat16, which takes most of a
     step of a tiny model on CPUs that emulate it."""
 
-    def __init__(self, matrices: Sequence[Tensor]) -> None:
-        super().__init__(matrices, {"lr": 0.0})
+    def __init__(self, matrices: Sequence[Tensor], weight_decay: float = 0.0) -> None:
+        super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -136,6 +136,7 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
                 momentum.lerp_(matrix.grad, 0.05)
                 update = orthogonal(matrix.grad.lerp(momentum, 0.95))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)
 
 
@@ -150,7 +151,9 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x.T if len(matrix) > matrix.shape[1] else x
 
 
-def optimizers_of(model: torch.nn.Module, parameters: Sequence[Tensor], muon: bool) -> list[torch.optim.Optimizer]:
+def optimizers_of(
+    model: torch.nn.Module, parameters: Sequence[Tensor], muon: bool, weight_decay: float = 0.0
+) -> list[torch.optim.Optimizer]:
     """AdamW for `parameters`; with `muon` for their embeddings and vectors only, at the same rate, and Muon for the rest.
 
     Source: Jordan et al., "Muon"; the scale that lets both share a rate: Liu et al., "Muon is scalable for LLM training", section 2.2.
@@ -162,10 +165,11 @@ def optimizers_of(model: torch.nn.Module, parameters: Sequence[Tensor], muon: bo
         if muon and id(parameter) in chosen and parameter.ndim == 2 and "embedding" not in name
     ]
     others = chosen - {id(matrix) for matrix in matrices}
-    adamw = torch.optim.AdamW([p for p in parameters if id(p) in others], lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    rest = [p for p in parameters if id(p) in others]
+    adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay)
     if not matrices:
         return [adamw]
-    return [adamw, Muon(matrices)]
+    return [adamw, Muon(matrices, weight_decay)]
 
 
 class Run:
@@ -295,6 +299,7 @@ class Run:
         look: Callable[[], str] | None = None,
         look_every: int = 500,
         muon: bool = False,
+        weight_decay: float = 0.0,
     ) -> None:
         """AdamW, or Muon for the matrices of layers. Nothing happens in a stage that a resumed training is past.
 
@@ -305,11 +310,12 @@ class Run:
             skip: draws what `step` draws from streams that cannot be rewound, and does nothing else.
             generators: the other streams that `step` draws from.
             muon: whether matrices other than embeddings are trained by Muon, which learns sums in half the steps.
+            weight_decay: decoupled, of all of them.
         """
         if self.is_past(stage, model):
             return
         saved, first = self._saved, 0
-        optimizers = optimizers_of(model, parameters, muon)
+        optimizers = optimizers_of(model, parameters, muon, weight_decay)
         start = {name: value.clone() for name, value in model.state_dict().items()}
         smooth: dict[str, float] = {}
         if saved is not None:

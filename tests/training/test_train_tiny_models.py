@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +70,44 @@ def test_masked_positions_leave_the_prompt(width: int) -> None:
     assert kinds == {"all", "all but the first", "by chance"}
 
 
+def test_answers_alone_are_the_fine_tuning_of_the_paper() -> None:
+    """Section 5.2: no token of a prompt is masked, none is a label, and blocks start where decoding starts them."""
+    import train_tiny_trimode as script
+
+    whole, answers = (next(script.joint_batches(5, 1, 3, alone)) for alone in (False, True))
+    problem = next(arithmetic(4))
+    labels = [bytes(one.ar_labels[one.ar_samples == 0].clamp(max=255).tolist()) for one in (whole, answers)]
+    assert labels[0].startswith((problem.prompt + problem.steps).encode()[1:])
+    assert labels[1].startswith(problem.steps.encode())
+    seen = answers.positions[answers.mask.dense()[0]]  # by the first noisy row: the prompt, and its own block
+    first = len(problem.prompt)
+    assert int(answers.positions[0]) == first and seen.tolist()[-first:] == list(range(first))
+    assert len(seen) - first in script.WIDTHS
+
+
+def test_the_rate_of_the_paper_stays_and_falls_at_the_end() -> None:
+    import train_tiny_trimode as script
+
+    rates = [script.wsd(300, 1e-5, last=0.3)(step) for step in range(301)]
+    assert rates[10:241] == [1e-5] * 231 and rates[0] == pytest.approx(1e-6)
+    assert rates[270] == pytest.approx(6.5e-6) and rates[300] == pytest.approx(3e-6)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+
+
+def test_weight_decay_shrinks_what_has_no_gradient(small: Transformer) -> None:
+    import training_run
+
+    weights = list(small.parameters())
+    before = [weight.detach().clone() for weight in weights]
+    for optimizer in training_run.optimizers_of(small, weights, True, 0.1):
+        optimizer.param_groups[0]["lr"] = 0.5
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    for weight, old in zip(weights, before):
+        torch.testing.assert_close(weight.detach(), old * 0.95)
+
+
 def test_a_joint_step_trains_every_weight(small: Transformer) -> None:
     import train_tiny_trimode as script
 
@@ -100,7 +138,7 @@ def test_masks_of_which_the_model_is_sure_hold_their_tokens(small: Transformer) 
     unambiguous = (sure - threshold).abs() > 1e-4
     assert torch.equal(left[unambiguous], (sure < threshold)[unambiguous])
     assert torch.equal(rest.tokens[batch.masked_rows[~left]], batch.masked_labels[~left])
-    for name in ("masked_rows", "masked_labels", "masked_weights"):
+    for name in ("masked_rows", "masked_labels", "masked_weights", "masked_samples"):
         assert torch.equal(getattr(rest, name), getattr(batch, name)[left])
     others = torch.ones(len(batch.tokens), dtype=torch.bool)
     others[batch.masked_rows] = False
