@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdkernels.training import pack_dual_stream
+from pdkernels.training import noise_level, pack_dual_stream
 from tests.distributed.ranks import COUNTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +45,19 @@ def gradients(group: Any, sharding: str) -> tuple[dict[str, torch.Tensor], float
         held += getattr(parameter, "_local_tensor", parameter).numel()
         found[name.removeprefix("module.")] = getattr(gradient, "full_tensor", lambda g=gradient: g)()
     return found, loss, held
+
+
+def test_ranks_have_masking_ratios_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, found = example(), []
+    monkeypatch.setattr(there.dist, "get_world_size", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(there.dist, "get_rank", lambda rank=rank: rank)
+        batch = there.own_batch(7, 2, 9, "rank")
+        (weight,) = batch.masked_weights.unique().tolist()  # one for all texts of the rank
+        assert batch.samples == 3 and weight == pytest.approx(1 / (0.8 * noise_level(7, 2, rank) + 0.2))
+        found.append(weight)
+        assert len(there.own_batch(7, 2, 9).masked_weights.unique()) == 3
+    assert len(set(found)) == 3
 
 
 @pytest.mark.parametrize("count", COUNTS)
