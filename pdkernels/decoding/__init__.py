@@ -12,7 +12,6 @@ from pdkernels.decoding.generate import (
     supports,
 )
 from pdkernels.decoding.method import Method
-from pdkernels.decoding.paper_settings import PAPER_SETTINGS
 from pdkernels.decoding.planned.lanes import chunk_lanes
 from pdkernels.decoding.planned.outline import BAD_PLANS, BadPlan
 from pdkernels.decoding.recurrent.recurrent_adaptive import ExitCheck
@@ -43,7 +42,6 @@ from pdkernels.grammar import Grammar
 
 __all__ = [
     "BAD_PLANS",
-    "PAPER_SETTINGS",
     "AdaptiveStep",
     "BadPlan",
     "ChunkStep",

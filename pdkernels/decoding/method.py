@@ -6,8 +6,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -137,6 +137,9 @@ class Method:
         widths: values of `block_size` in an evaluation; None is the fastest.
         in_default_evaluation: whether an evaluation includes it by default.
         title: its name in pictures.
+        paper_settings: the options with which its paper reports it, and the sampling, for `generate`; empty if it has
+            none. They were tuned on GPUs, for models of billions of parameters, so some defaults are others
+            (docs/decoding.md).
     """
 
     name: str
@@ -151,6 +154,7 @@ class Method:
     widths: tuple[int | None, ...] = ()
     in_default_evaluation: bool = True
     title: str = ""
+    paper_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def model_protocol(self) -> type:

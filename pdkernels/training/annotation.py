@@ -50,13 +50,13 @@ class AnnotationError(ValueError):
     """An annotation that its rules do not allow."""
 
 
-def ask(prompt: str, answer: str, *, words: int = 5, unit: int = 10) -> list[dict[str, str]]:
+def ask(prompt: str, answer: str, *, min_words: int = 5, unit: int = 10) -> list[dict[str, str]]:
     """The messages that ask for an annotation of `answer`, for a chat template or an interface like OpenAI's.
 
     Args:
         prompt: what the answer answers.
         answer: the text to be annotated, without tags.
-        words: the fewest words of a part.
+        min_words: the fewest words of a part.
         unit: lengths are estimated in multiples of so many tokens, `PlanTokens.unit` of the model to be trained.
 
     Returns:
@@ -79,17 +79,17 @@ def ask(prompt: str, answer: str, *, words: int = 5, unit: int = 10) -> list[dic
     op = "training.annotation.ask"
     for name, text in (("prompt", prompt), ("answer", answer)):
         check_type(isinstance(text, str), op, name, "be a str", type(text).__name__)
-    words, unit = integer(op, "words", words, 1), integer(op, "unit", unit, 1)
+    min_words, unit = integer(op, "min_words", min_words, 1), integer(op, "unit", unit, 1)
     check(bool(answer.strip()), op, "answer", "have words", "none")
     check(not _TAG.search(answer), op, "answer", "have no tags", repr(answer[:60]))
-    task = _TASK.format(sequential=SEQUENTIAL, words=words, unit=unit)
+    task = _TASK.format(sequential=SEQUENTIAL, words=min_words, unit=unit)
     return [
         {"role": "system", "content": task},
         {"role": "user", "content": _TEXT.format(prompt=prompt, answer=answer)},
     ]
 
 
-def read(reply: str, answer: str, *, words: int = 5, unit: int = 10) -> tuple[Round, ...] | None:
+def read(reply: str, answer: str, *, min_words: int = 5, unit: int = 10) -> tuple[Round, ...] | None:
     """The rounds of a reply to `ask`, for `plans.as_sample`; None if nothing can be written in parallel.
 
     A reply that breaks a rule is refused: the paper discards such samples. `plans.parse` checks balance, overlap,
@@ -100,7 +100,7 @@ def read(reply: str, answer: str, *, words: int = 5, unit: int = 10) -> tuple[Ro
     Args:
         reply: what the model wrote.
         answer: the text that `ask` was given.
-        words, unit: as for `ask`.
+        min_words, unit: as for `ask`.
 
     Raises:
         PlanError: malformed tags, with line and column.
@@ -125,20 +125,21 @@ def read(reply: str, answer: str, *, words: int = 5, unit: int = 10) -> tuple[Ro
     op = "training.annotation.read"
     for name, text in (("reply", reply), ("answer", answer)):
         check_type(isinstance(text, str), op, name, "be a str", type(text).__name__)
-    words = integer(op, "words", words, 1)
+    min_words = integer(op, "min_words", min_words, 1)
     fenced = _FENCE.match(reply)
     reply = fenced[1] if fenced else reply
     if reply.strip() == SEQUENTIAL:
         return None
     rounds = parse(reply, unit=unit)
-    parts = [item.content.split() for round_ in rounds for item in round_]
-    copied, expected = [word for part in parts for word in part], answer.split()
+    contents = [item.content.split() for round_ in rounds for item in round_]
+    copied, expected = [word for content in contents for word in content], answer.split()
     for number in range(max(len(copied), len(expected))):
-        found, wanted = (repr(text[number]) if number < len(text) else "none" for text in (copied, expected))
-        if found != wanted:
-            actual = f"{found} in place of {wanted}, word {number + 1}"
-            raise AnnotationError(message(op, "reply", "have the words of the answer", actual))
-    for part in parts:
-        if len(part) < words:
-            raise AnnotationError(message(op, "reply", f"have at least {words} words in a part", repr(" ".join(part))))
+        actual, right = (repr(text[number]) if number < len(text) else "none" for text in (copied, expected))
+        if actual != right:
+            fault = f"{actual} in place of {right}, word {number + 1}"
+            raise AnnotationError(message(op, "reply", "have the words of the answer", fault))
+    for content in contents:
+        if len(content) < min_words:
+            fault = repr(" ".join(content))
+            raise AnnotationError(message(op, "reply", f"have at least {min_words} words in a part", fault))
     return rounds

@@ -19,7 +19,7 @@ REPLY = f"{CATS}\n{DOGS}\n<sync/>\n{ALL}"
 
 
 def test_the_messages_hold_the_texts_and_the_rules() -> None:
-    system, user = annotation.ask("What are pets?", ANSWER, words=4, unit=20)
+    system, user = annotation.ask("What are pets?", ANSWER, min_words=4, unit=20)
     assert (system["role"], user["role"]) == ("system", "user")
     assert ANSWER in user["content"] and "What are pets?" in user["content"]
     task = system["content"]
@@ -92,14 +92,14 @@ def test_any_annotation_is_read_as_it_was_made(parts: list[list[str]], syncs: li
             reply, expected = f"{reply}<sync/>", [*expected, []]
         reply += f'<async topic="t{number}" tokens="{10 * len(part)}">{" ".join(part)}</async>\n'
         expected[-1].append((f"t{number}", " ".join(part), len(part)))
-    rounds = annotation.read(reply, "\n".join(word for part in parts for word in part), words=2)
+    rounds = annotation.read(reply, "\n".join(word for part in parts for word in part), min_words=2)
     assert [[tuple(item) for item in items] for items in rounds or ()] == expected
 
 
 ERRORS: dict[str, Any] = {
     "answer must have words, got none.": lambda: annotation.ask("?", " \n"),
     "answer must have no tags, got '<sync/>'.": lambda: annotation.ask("?", "<sync/>"),
-    "words must be 1 or more, got 0.": lambda: annotation.ask("?", "a", words=0),
+    "min_words must be 1 or more, got 0.": lambda: annotation.ask("?", "a", min_words=0),
     "prompt must be a str, got int.": lambda: annotation.ask(1, "a"),  # type: ignore[arg-type]
     "reply must be a str, got list.": lambda: annotation.read([], "a"),  # type: ignore[arg-type]
 }

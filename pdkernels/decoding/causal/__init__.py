@@ -42,6 +42,7 @@ METHODS = (
         verifies_drafts=True,
         models=("tiny-jacobi", "tiny-code"),
         widths=(None,),
+        paper_settings={"block_size": 128},  # Jacobi Forcing, section 4.2
     ),
     Method(
         "jacobi_multiblock",
@@ -53,6 +54,8 @@ METHODS = (
         verifies_drafts=True,
         models=("tiny-jacobi",),
         widths=(None,),
+        # Section 4.3, appendices D and E, for H200 and B200 (section 4.2 has blocks of 128 on a B200). No size of the pool.
+        paper_settings={"block_size": 64, "blocks": 2, "spawn_ratio": 0.85, "verification_size": 4},
     ),
     Method("suffix", suffix.decode, title="suffixes", lossless=True, verifies_drafts=True, in_default_evaluation=False),
     Method(
@@ -109,6 +112,8 @@ METHODS = (
         verifies_drafts=True,
         models=_TRI_MODE,
         widths=(4, 8, 16),
+        # Nemotron-Labs-Diffusion, figure 7; 31 drafted tokens in table 10. No width of the quadratic mode.
+        paper_settings={"block_size": 32},
     ),
     Method(
         "quadratic_self_speculation",
@@ -131,6 +136,7 @@ METHODS = (
         steps=block_diffusion.BlockSteps,
         models=_TRI_MODE,
         widths=(4, 8, 16),
+        paper_settings={"block_size": 32, "threshold": 0.9},  # section 6.1, table 9
     ),
     Method(
         "fast_dllm_v2",

@@ -45,8 +45,8 @@ def decode(
     accepted.
 
     Args:
-        block_size: tokens per block. The paper's 64 (`PAPER_SETTINGS`) fill what a B200 computes in the time of one
-            row; on a CPU few rows are free, and 8 are the fastest (docs/papers/jacobi.md).
+        block_size: tokens per block. The paper's 64 (`Method.paper_settings`) fill what a B200 computes in the time of
+            one row; on a CPU few rows are free, and 8 are the fastest (docs/papers/jacobi.md).
         blocks: maximum number of active blocks, including the one being committed.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
         pool_size: how many rejected sequences are kept to find candidates in; the oldest is dropped first. 0: no

@@ -14,5 +14,7 @@ METHODS = (
         title="planned diffusion",
         models=("tiny-planned",),
         in_default_evaluation=False,
+        # Planned Diffusion, section 5, "decoding strategies" and "inference setup".
+        paper_settings={"steps_ratio": 1.0, "temperature": 0.2, "top_p": 0.95},
     ),
 )

@@ -14,6 +14,8 @@ from pdkernels.models.protocols import RecurrentPartsModel, RecurrentWaveModel
 
 _RECURRENT: frozenset[Capability] = frozenset({"recurrent"})
 
+_SAMPLING = {"temperature": 0.2, "top_p": 0.95}  # of all samplers of the paper, in its appendix
+
 METHODS = (
     Method("recurrent_static", recurrent_static.decode, "recurrent", _RECURRENT, title="fixed depth", lossless=True),
     Method(
@@ -31,6 +33,8 @@ METHODS = (
         _RECURRENT,
         title="self-speculation in depth",
         verifies_drafts=True,
+        # Efficient parallel samplers, section 5: the best of its baseline on GSM8K.
+        paper_settings={"block_size": 4, "draft_recurrences": 4, **_SAMPLING},
     ),
     Method(
         "recurrent_diffusion",
@@ -40,5 +44,14 @@ METHODS = (
         title="parallel sampler",
         steps=recurrent_diffusion.WaveSteps,
         protocol=RecurrentWaveModel,
+        # Section 5, "conservative settings".
+        paper_settings={
+            "inner_recurrence": 4,
+            "threshold": 0.03,
+            "noise": 0.0,
+            "momentum": 0.1,
+            "max_wavefront": 128,
+            **_SAMPLING,
+        },
     ),
 )
