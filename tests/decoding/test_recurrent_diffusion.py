@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import DecodeResult, generate
+from pdkernels.decoding import DecodeResult, default_option, generate
 from pdkernels.decoding.recurrent import recurrent_diffusion
 from pdkernels.decoding.recurrent._wave import Wave
 from pdkernels.models.architectures.recurrent_depth import RecurrentDepth
+from pdkernels.reference.recurrent_adaptive import THRESHOLDS
 from pdkernels.reference.recurrent_diffusion import recurrent_diffusion as plain_diffusion
 from pdkernels.reference.recurrent_sampling import RecurrentResult
+from pdkernels.reference.recurrent_self_speculation import recurrent_self_speculation as plain_speculation
 from tests.support.base import streams
 from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
@@ -242,3 +245,20 @@ def test_rows_stay_whose_input_changed(keep_changed: bool) -> None:
         for step in (step for steps in trace for step in steps):
             stale += sum(step.predictions[i - 1] != step.tokens[i] for i in range(1, step.frozen))
     assert (stale == 0) == keep_changed
+
+
+def test_the_defaults_are_those_of_section_5() -> None:
+    """Of the sampler, of adaptive exits, and of the tuned self-speculation, here and in the plain forms."""
+    sampler = {"inner_recurrence": 4, "threshold": 0.03, "noise": 0.0, "momentum": 0.1, "max_wavefront": 128}
+    named = [
+        (METHOD, plain_diffusion, {**sampler, "rule": "prefix", "exit": "latent-diff", "headway": 1}),
+        ("recurrent_self_speculation", plain_speculation, {"block_size": 4, "draft_recurrences": 4}),
+    ]
+    for method, plain, expected in named:
+        signature = inspect.signature(plain).parameters
+        for name, value in expected.items():
+            assert default_option(method, name) == signature[name].default == value, (method, name)
+    assert (
+        inspect.signature(plain_diffusion).parameters["schedule"].default == "linear"
+        and THRESHOLDS["latent-diff"] == 0.03
+    )
