@@ -24,6 +24,10 @@ _REMEDY = "Use fewer alternatives, shorter repetitions, or a smaller depth."
 _LOOK = 100  # steps between two looks, less than a millisecond
 
 
+class Spent(ValueError):
+    """Compiling took all the steps that it may take."""
+
+
 class Abandoned(Exception):
     """Nobody waits for this grammar any more."""
 
@@ -56,7 +60,16 @@ class Budget:
                         raise Abandoned
                     time.sleep(1e-4)  # the interpreter would let other threads wait 5 ms for their turn
                 return
-        raise ValueError(sentence(OP, fault, _REMEDY))
+        raise Spent(sentence(OP, fault, _REMEDY))
+
+    @contextmanager
+    def at_most(self, steps: int) -> Iterator[None]:
+        """No more than so many steps from here on."""
+        given, self._max_steps = self._max_steps, min(self._max_steps, self.steps + steps)
+        try:
+            yield
+        finally:
+            self._max_steps = given
 
     @property
     def work(self) -> int:

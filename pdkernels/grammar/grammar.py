@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 
 from pdkernels import _host
 from pdkernels._validation import check, check_choice, check_text, check_type, refuse, sentence
-from pdkernels.grammar.budget import bounded
+from pdkernels.grammar.budget import MAX_STEPS, Spent, bounded, current
 from pdkernels.grammar.context_free import PrefixAutomaton, checked_rules, tokenizer_of
 from pdkernels.grammar.ebnf import parsed_ebnf
-from pdkernels.grammar.language import MAX_STATES, OP, TOO_LARGE, Alt, Expression, compiled, text
+from pdkernels.grammar.language import MAX_STATES, OP, TOO_LARGE, Alt, Expression, TooLarge, compiled, text
 from pdkernels.grammar.regex import parsed
-from pdkernels.grammar.schema import Schema, parsed_schema
+from pdkernels.grammar.schema import Schema, Size, parsed_schema
 from pdkernels.grammar.schema_keywords import Unknown, warning_of
 from pdkernels.grammar.vocabulary import Vocabulary, vocabulary_of
 
@@ -22,6 +22,9 @@ _FAR = 2**31 - 1
 _MAX_CELLS = 2**26
 _MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
+_SIZES = ((128, 64, 1), (16, 1, 1), (4, 0, 0))
+"""What is tried in turn where an automaton is too large: bounds, levels of references, and those of free values."""
+_MAX_TRIAL = 160_000  # steps
 
 Fill = Literal["each", "joint"]
 
@@ -95,13 +98,15 @@ class Grammar:
         whitespace: str | None = None,
         depth: int = 3,
         longest: int | None = None,
+        texts: Literal["usual", "all"] = "usual",
+        fit: bool = False,
         unknown: Literal["warn", "ignore", "refuse"] = "warn",
         fill: Fill = "each",
     ) -> Grammar:
         """JSON values that satisfy a schema: a dict, a bool, or JSON.
 
-        Properties come in the schema's order, without others. A value of a recursive schema has at most `depth` levels
-        of a reference inside itself.
+        Properties come in the schema's order. A value of a recursive schema has at most `depth` levels of a reference
+        inside itself.
 
         Args:
             schema: the schema. A keyword of JSON Schema that is not followed is refused.
@@ -110,8 +115,16 @@ class Grammar:
             depth: how often a ``$ref`` may occur inside itself.
             longest: in place of each ``maxLength`` and ``maxItems`` that is larger. Each character up to such a bound
                 is a state, so large ones need more states than an automaton may have.
-            unknown: keywords and formats that JSON Schema does not have demand nothing. "warn" names them in a warning,
-                with the keyword that a misspelt one may mean; "refuse" takes no schema that has them.
+            texts: "usual": those that one expects of a schema. No properties but the named ones where some are named, a
+                schema without a type has the types that its keywords are for, whole numbers have no point, and
+                characters are written as they are. "all": those of every value that satisfies it. Other properties
+                follow the named ones where the schema allows them, ``1.0`` is an integer, numbers have up to 20 digits
+                before the point, and characters beyond ASCII may be written as ``\\u00e9``.
+            fit: where the automaton would be too large, a smaller language whose automaton is not, which a warning
+                names: shorter bounds, as by `longest`, then fewer levels, as by `depth`.
+            unknown: keywords and formats that JSON Schema does not have demand nothing, nor do those for values of other
+                types. "warn" names them in a warning, with the keyword that a misspelt one may mean; "refuse" takes no
+                schema that has them.
 
         Raises:
             ValueError: a schema that nothing satisfies, or whose automaton is too large.
@@ -126,14 +139,28 @@ class Grammar:
             check_type(type(longest) is int, OP, "longest", "be an int", type(longest).__name__)
             check(longest >= 1, OP, "longest", "be at least 1", longest)
         check_choice(OP, "unknown", unknown, ("warn", "ignore", "refuse"))
+        check_choice(OP, "texts", texts, ("usual", "all"))
+        check_type(type(fit) is bool, OP, "fit", "be a bool", type(fit).__name__)
         annotated: Unknown = {}
-        expression = parsed_schema(schema, whitespace, _checked_depth(depth), longest, annotated)
+        given = Size(longest, _checked_depth(depth))
+        sizes = [given, *(_smaller(given) if fit else ())]
+        for size in sizes:
+            try:
+                with current().at_most(_MAX_TRIAL if fit else MAX_STEPS):
+                    expression = parsed_schema(schema, whitespace, size, annotated, texts == "all")
+                    made = cls(expression, f"the schema {_short(schema)}", fill)
+                break
+            except (TooLarge, Spent):
+                if size is sizes[-1]:
+                    raise
         warning = warning_of(annotated)
         if warning and unknown == "refuse":
             raise NotImplementedError(sentence(OP, warning))
         if warning and unknown == "warn":
-            warnings.warn(sentence(OP, warning), stacklevel=2)
-        return cls(expression, f"the schema {_short(schema)}", fill)
+            warnings.warn(sentence(OP, warning), stacklevel=3)
+        if size is not given:
+            warnings.warn(sentence(OP, f"the schema needs too many states: {_what_shrank(given, size)}"), stacklevel=3)
+        return made
 
     @classmethod
     @bounded()
@@ -245,6 +272,26 @@ def _owner(model: Any) -> Any:
     """The tokenizer of a model. One of transformers, which is adapted anew in each call of `custom_generate`, has it as
     `given`."""
     return getattr(model.tokenizer, "given", model.tokenizer)
+
+
+def _smaller(given: Size) -> list[Size]:
+    """Sizes to try where the automaton of a schema is too large, each smaller than the one before."""
+    sizes = [given]
+    for longest, depth, free in _SIZES:
+        bound = longest if given.longest is None or longest is None else min(longest, given.longest)
+        size = Size(given.longest if bound is None else bound, min(depth, given.depth), min(free, given.free))
+        sizes += [size] if size != sizes[-1] else []
+    return sizes[1:]
+
+
+def _what_shrank(given: Size, size: Size) -> str:
+    changes = {
+        f"a value without a schema has at most {size.free} arrays and objects inside each other": size.free
+        < given.free,
+        f"maxLength and maxItems are at most {size.longest}": size.longest != given.longest,
+        f"a reference is at most {size.depth} times inside itself": size.depth < given.depth,
+    }
+    return ", ".join(change for change, made in changes.items() if made)
 
 
 def _checked_depth(depth: int) -> int:

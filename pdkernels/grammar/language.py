@@ -26,6 +26,15 @@ _SURROGATES = (0xD800, 0xDFFF)
 _LENGTHS = (0x7F, 0x7FF, 0xFFFF, _LAST)  # the last code points of one byte, two, ..
 
 
+class TooLarge(ValueError):
+    """An expression or an automaton has more states than it may have."""
+
+
+def _check_size(large: bool, fault: str) -> None:
+    if large:
+        raise TooLarge(sentence(OP, fault, TOO_LARGE))
+
+
 class Chars(NamedTuple):
     """One of these characters."""
 
@@ -54,12 +63,13 @@ class Repeat(NamedTuple):
 
 class Subsequence(NamedTuple):
     """Some of several items in their order, those that are marked among them, from `minimum` to `maximum` in all, with
-    `separator` between two."""
+    `separator` between two. Any number of `others` may follow, which the maximum counts and the minimum does not."""
 
     items: tuple[tuple[bool, Expression], ...]
     separator: Expression
     minimum: int
     maximum: int | None
+    others: Expression | None = None
 
 
 class Machine(NamedTuple):
@@ -179,10 +189,12 @@ class _Builder:
         self.empty: list[tuple[int, int]] = []
         self._starts: dict[tuple[int | Chars, int], int] = {}
         self._before: dict[tuple[int, ...], int] = {}
+        self._tails: dict[tuple[tuple[tuple[int, int], ...], int], int] = {}
+        self._kept: list[Expression] = []  # parts of `_starts` that nothing else holds
 
     def state(self) -> int:
         self.states += 1
-        refuse(self.states > MAX_STATES, OP, f"{self._words} unfolds to more than {MAX_STATES} states", TOO_LARGE)
+        _check_size(self.states > MAX_STATES, f"{self._words} unfolds to more than {MAX_STATES} states")
         return self.states - 1
 
     def either(self, *ways: int) -> int:
@@ -204,12 +216,8 @@ class _Builder:
         if isinstance(expression, Chars):
             start, lines = self.state(), utf8(expression.ranges)
             spend(len(lines))
-            for line in lines:
-                here = start
-                for number, (first, last) in enumerate(line):
-                    to = end if number == len(line) - 1 else self.state()
-                    self.edges.append((here, first, last, to))
-                    here = to
+            for (first, last), *rest in lines:
+                self.edges.append((start, first, last, self._tail(tuple(rest), end)))
         elif isinstance(expression, Seq):
             start = end
             for item in reversed(expression.items):
@@ -230,6 +238,15 @@ class _Builder:
         self._starts[key] = start
         return start
 
+    def _tail(self, line: tuple[tuple[int, int], ...], end: int) -> int:
+        """The state from which the last bytes of a character lead to `end`."""
+        if not line:
+            return end
+        if (line, end) not in self._tails:
+            here = self._tails[line, end] = self.state()
+            self.edges.append((here, *line[0], self._tail(line[1:], end)))
+        return self._tails[line, end]
+
     def _repeated(self, repeat: Repeat, end: int) -> int:
         if repeat.maximum is None:
             here = self.state()
@@ -249,7 +266,7 @@ class _Builder:
         """A state before each part for each number of parts so far, as far as it matters."""
         top = max(1, subsequence.minimum) if subsequence.maximum is None else subsequence.maximum
         needed = sum(must for must, _ in subsequence.items)
-        after = {count: end for count in range(subsequence.minimum, top + 1)}
+        after = self._others(subsequence, top, end)
         for at in reversed(range(len(subsequence.items))):
             must, item = subsequence.items[at]
             needed -= must
@@ -264,6 +281,23 @@ class _Builder:
                     here[count] = self.either(*ways)
             after = here
         return after[0] if 0 in after else self.state()
+
+    def _others(self, subsequence: Subsequence, top: int, end: int) -> dict[int, int]:
+        """The states after all items, for each number of them."""
+        counts, others = range(subsequence.minimum, top + 1), subsequence.others
+        if others is None:
+            return {count: end for count in counts}
+        item = Seq((subsequence.separator, others))
+        self._kept.append(item)
+        if subsequence.maximum is None:
+            more = self._repeated(Repeat(item, 0, None), end)
+            after = {count: more for count in counts if count}
+            return after | ({0: self.either(end, self.add(others, more))} if subsequence.minimum == 0 else {})
+        after, here = {top: end}, end
+        for count in reversed(range(subsequence.minimum, top)):
+            before = self.add(item if count else others, here)
+            here = after[count] = self.either(end, before)
+        return after
 
 
 def unfolded(expression: Expression, source: str) -> tuple[_Builder, int, int]:
@@ -301,7 +335,7 @@ def _determinised(expression: Expression, source: str) -> _host.ByteAutomaton:
         )
     except _host.TooLarge:
         spend(0 if work == _MAX_WORK else work // WORK_PER_STEP + 1)
-        raise ValueError(sentence(OP, f"the automaton of {source} is too large", TOO_LARGE)) from None
+        raise TooLarge(sentence(OP, f"the automaton of {source} is too large", TOO_LARGE)) from None
     spend(automaton.work // WORK_PER_STEP + automaton.states)
     return automaton
 
@@ -348,7 +382,7 @@ def _product(first_language: Expression, second_language: Expression, source: st
             edges.append((number[here], low, high, number[pair]))
         spend(1 + len(edges) - before)
         large = len(queue) > _MAX_DETERMINISTIC or len(edges) > _MAX_EDGES
-        refuse(large, OP, f"the automaton of {source} is too large", TOO_LARGE)
+        _check_size(large, f"the automaton of {source} is too large")
     accepting = [n for n, (a, b) in enumerate(queue) if ends[a] and (b >= 0 and other_ends[b]) == intersect]
     return Machine(len(queue), tuple(edges), tuple(accepting)) if accepting else NOTHING
 

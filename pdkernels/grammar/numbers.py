@@ -33,6 +33,12 @@ _MAX_EXPONENT = 99
 _FRACTION = sequence(".", Repeat(DIGIT, 1, MAX_FRACTION))
 _E = Chars(((69, 69), (101, 101)))
 _EXPONENT = Seq((_E, optional(Chars(((43, 43), (45, 45)))), Repeat(DIGIT, 1, 2)))
+_DIGITS = Repeat(DIGIT, 1, None)
+POINTED = optional(sequence(".", Repeat(Chars(((48, 48),)), 1, None)))
+"""What may follow a whole number."""
+PLAIN = Seq((optional(text("-")), _DIGITS, optional(sequence(".", _DIGITS))))
+"""Numbers without an exponent."""
+_ANY_WHOLE = Alt((text("0"), Seq((_FIRST, Repeat(DIGIT, 0, None)))))
 _WHOLE = Alt((text("0"), Seq((_FIRST, Repeat(DIGIT, 0, _MAX_WHOLE - 1)))))
 
 
@@ -94,11 +100,13 @@ class _Half(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def integers(low: float | None, high: float | None, *, above: bool = False, below: bool = False) -> Expression:
+def integers(
+    low: float | None, high: float | None, *, above: bool = False, below: bool = False, every: bool = False
+) -> Expression:
     """Whole numbers from `low` to `high`, or above and below them; None: no bound. They have no point and no exponent,
-    and no sign where none is below 0."""
+    and no sign where none is below 0. `every`: without bounds, those of any number of digits."""
     if low is None and high is None:
-        return Seq((optional(text("-")), _WHOLE))
+        return Seq((optional(text("-")), _ANY_WHOLE if every else _WHOLE))
     branches = []
     for sign, half in Range.of(low, high, above, below).halves:
         first, last = half.whole()
@@ -107,21 +115,51 @@ def integers(low: float | None, high: float | None, *, above: bool = False, belo
     return smallest(either(branches), "the numbers")
 
 
-def multiples(step: int) -> Expression:
-    """The multiples of a whole number, with any zeros before them and after a point: a state for each remainder."""
-    minus, first, point = 1, 2, 2 + step
-    edges = [(0, 45, 45, minus), (first, 46, 46, point), (point, 48, 48, point)]
+def multiples(step: Decimal) -> Expression:
+    """The multiples of a decimal, with any zeros before them and after their digits, and no exponent: a state for each
+    remainder after so many digits of the fraction.
+
+    >>> from pdkernels.grammar.language import compiled
+    >>> [compiled(multiples(Decimal("0.25")), "it").accepts(text) for text in (b"-1.5", b"0.750", b"0.3", b"7")]
+    [True, True, False, True]
+    """
+    sign, digits, exponent = step.as_tuple()
+    assert isinstance(exponent, int)
+    places, unit = max(0, -exponent), int("".join(map(str, digits))) * 10 ** max(0, exponent)
+    minus, first, zeros = 1, 2, 2 + unit * (places + 1)
+    at = [first + unit * place for place in range(places + 1)]
+    """The states after so many digits of the fraction, those before the point first; of each remainder."""
+    point = zeros + 1
+    edges = [(0, 45, 45, minus), (zeros, 48, 48, zeros)]
     for digit in range(10):
         byte = 48 + digit
-        edges += [(start, byte, byte, first + digit % step) for start in (0, minus)]
-        edges += [(first + remainder, byte, byte, first + (10 * remainder + digit) % step) for remainder in range(step)]
-    return Machine(point + 1, tuple(edges), (first, point))
+        edges += [(start, byte, byte, first + digit % unit) for start in (0, minus)]
+        for remainder in range(unit):
+            edges.append((first + remainder, byte, byte, first + (10 * remainder + digit) % unit))
+            after = (10 * remainder + digit) % unit
+            edges += [(at[place] + remainder, byte, byte, at[place + 1] + after) for place in range(1, places)]
+            if places:
+                edges.append((point + remainder, byte, byte, at[1] + after))
+    if places:
+        edges += [(first + remainder, 46, 46, point + remainder) for remainder in range(unit)]
+        edges.append((at[places], 48, 48, zeros))
+    else:
+        edges += [(first, 46, 46, point), (point, 48, 48, zeros)]
+    accepting = [zeros]
+    for place, start in enumerate(at):
+        left = 10 ** (places - place)
+        accepting += [start + remainder for remainder in range(unit) if remainder * left % unit == 0]
+    return Machine(point + (unit if places else 1), tuple(edges), tuple(accepting))
 
 
 @lru_cache(maxsize=256)
-def numbers(low: float | None, high: float | None, *, above: bool = False, below: bool = False) -> Expression:
+def numbers(
+    low: float | None, high: float | None, *, above: bool = False, below: bool = False, every: bool = False
+) -> Expression:
     """Numbers from `low` to `high`, or above and below them, plain ones and those with an exponent; with bounds, one
-    digit is before the point of the latter."""
+    digit is before the point of the latter. `every`: without bounds, those of any number of digits."""
+    if low is None and high is None and every:
+        return Seq((optional(text("-")), _ANY_WHOLE, optional(sequence(".", _DIGITS)), optional(_EXPONENT)))
     if low is None and high is None:
         return Seq((optional(text("-")), _WHOLE, optional(_FRACTION), optional(_EXPONENT)))
     halves = Range.of(low, high, above, below).halves

@@ -18,6 +18,7 @@ from pdkernels.grammar.schema_merge import (
     together,
     unsupported,
 )
+from pdkernels.grammar.schema_negate import negated
 
 Flatten = Callable[[Any, str], Flat]
 
@@ -87,6 +88,14 @@ def of_objects(schema: Mapping[str, Any]) -> bool:
     return schema.keys() <= OF_OBJECTS and schema.keys() != {"type"} and schema.get("type", "object") == "object"
 
 
+def of_texts(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema speaks of strings alone, so that what it denies is told by their texts."""
+    if not schema.keys() <= OF_STRINGS or schema.get("type", "string") not in ("string", ["string"]):
+        return False
+    values = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    return schema.keys() != {"type"} and all(isinstance(value, str) for value in values)
+
+
 def holds(flat_of: Flatten, schema: Any, value: Any, place: str) -> bool:
     """Whether a value satisfies the schema of a `not`."""
     spend()
@@ -118,18 +127,21 @@ def told_apart(flat_of: Flatten, branches: list[Any], siblings: Mapping[str, Any
         for other in overlapping:
             if _differ(evidence[n], evidence[other]):
                 continue
-            excludable = _excludable(flats[other], place)
             remedy = "Give them different types, or a required property with different values, or use anyOf."
-            unsupported(not excludable, place, "oneOf with branches that may overlap", remedy)
+            unsupported(not _excludable(flats[other], place), place, "oneOf with branches that may overlap", remedy)
             separated[n] = together(separated[n], {"not": branches[other]})
     return separated
 
 
 def _excludable(flat: Flat, place: str) -> bool:
     """Whether a `not` of it can be followed."""
-    if isinstance(flat, bool) or not flat or (flat.keys() == {"type"} and "integer" in kinds_of(flat, place)):
+    if not isinstance(flat, bool) and (flat.keys() <= OF_STRINGS or of_objects(flat)):
+        return True
+    try:
+        negated(flat, place)
+    except NotImplementedError:
         return False
-    return flat.keys() <= OF_STRINGS or of_objects(flat)
+    return True
 
 
 def _fact(flat_of: Flatten, schema: Flat, place: str) -> _Fact:

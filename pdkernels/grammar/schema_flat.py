@@ -10,9 +10,10 @@ from urllib.parse import unquote
 from pdkernels._validation import check
 from pdkernels.grammar.budget import OP, spend
 from pdkernels.grammar.recursion import cycles
-from pdkernels.grammar.schema_apart import of_objects
+from pdkernels.grammar.schema_apart import OF_STRINGS, of_objects, of_texts
 from pdkernels.grammar.schema_keywords import Unknown, check_keywords, demands, modern
 from pdkernels.grammar.schema_merge import CONDITIONS, Flat, Merged, merged_all, unsupported
+from pdkernels.grammar.schema_negate import negated
 
 _VALUES = frozenset("const enum default example examples".split())
 _BY_NAMES = frozenset(
@@ -67,6 +68,12 @@ class Flattener:
                     *modern_schema.get(CONDITIONS, []),
                     (modern_schema.pop("not"), False, True),
                 ]
+            elif not of_texts(denied) and not (
+                denied.keys() <= OF_STRINGS and modern_schema.keys() & {"const", "enum"}
+            ):
+                del modern_schema["not"]
+                alternatives = negated(denied, f"{place}/not")
+                conjuncts = [*conjuncts, Merged(anyOf=alternatives) if alternatives else False]
         flats = {id(flat): flat for flat in (self(conjunct, place) for conjunct in conjuncts)}  # each once
         return merged_all(modern_schema, list(flats.values()), place) if flats else modern_schema
 

@@ -132,18 +132,27 @@ def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> N
             check(isinstance(entry, str), OP, f"{keyword} at {place}", "hold strings", type(entry).__name__)
     applicable = frozenset[str]().union(*(KEYWORDS.get(entry, frozenset()) for entry in kinds))
     stray = sorted(name for name in schema if not is_note(name) and name not in _APPLIED | applicable) if kinds else []
-    expectation = f"{stray and stray[0]!r} beside type {of!r}"
-    unsupported(bool(stray), place, expectation, "It demands nothing there: leave it out.")
+    for name in stray:
+        unknown.setdefault((f"type {of!r}", name), place)
 
 
 def warning_of(unknown: Unknown) -> str:
-    """What a warning says of keywords and formats that JSON Schema does not have; empty without any."""
-    mentions = []
-    for (subject, name), place in [*unknown.items()][:_MAX_NAMED]:
-        hint = did_you_mean(name, _DEMANDS | _NOTES if subject == "keyword" else FORMATS).strip()
-        mentions.append(f"the {subject} {name[:40]!r} at {place[:80]}{f' ({hint})' if hint else ''}")
-    remainder = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-    return f"JSON Schema does not have {', '.join(mentions)}{remainder}, which demand nothing" if mentions else ""
+    """What a warning says of keywords and formats that demand nothing: those that JSON Schema does not have, and those
+    for values of other types than the schema has; empty without any."""
+    foreign, stray = list[str](), list[str]()
+    for (subject, name), place in unknown.items():
+        if subject in ("keyword", "format"):
+            hint = did_you_mean(name, _DEMANDS | _NOTES if subject == "keyword" else FORMATS).strip()
+            foreign.append(f"the {subject} {name[:40]!r} at {place[:80]}{f' ({hint})' if hint else ''}")
+        else:
+            stray.append(f"{name!r} beside {subject[:80]} at {place[:80]}")
+    words = f"JSON Schema does not have {_few(foreign)}, which demand nothing" if foreign else ""
+    return words + ("; " if foreign and stray else "") + (f"{_few(stray)} demand nothing there" if stray else "")
+
+
+def _few(mentions: list[str]) -> str:
+    more = f" and {len(mentions) - _MAX_NAMED} more" if len(mentions) > _MAX_NAMED else ""
+    return ", ".join(mentions[:_MAX_NAMED]) + more
 
 
 def modern(schema: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +202,7 @@ def kinds_of(schema: Mapping[str, Any], place: str) -> list[str]:
     if kinds is None:
         keywords = schema.keys() - {"format"} or schema.keys()
         kinds = [kind for kind, kind_keywords in KEYWORDS.items() if kind_keywords & keywords and kind != "integer"]
-        unsupported(not kinds, place, f"{sorted(schema)[0]!r} without a type")
+        kinds = kinds or [kind for kind in KEYWORDS if kind != "integer"]
         if schema.keys() == {"format"}:
             kinds = ["string"]
     names = [kinds] if isinstance(kinds, str) else kinds

@@ -30,6 +30,12 @@ class _Both(dict[str, Any]):
 Flat = Merged | bool
 CONDITIONS = "$conditions"
 """A list of triples: where the first schema holds, the second must, elsewhere the third."""
+NO_MULTIPLE = "$noMultiple"
+"""A tuple of steps of which a number is no multiple."""
+FRACTIONAL = "$fractional"
+"""Of a number that is not whole."""
+UNSEEN = "$unseen"
+"""A tuple of properties that are named to exclude values, so that `unevaluatedProperties` holds for them."""
 
 _HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minContains", "minProperties")
 _LOWER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxContains", "maxProperties")
@@ -127,6 +133,10 @@ def merged(first: Mapping[str, Any] | bool, second: Mapping[str, Any] | bool, pl
         schema = second if first is True else first
         return False if first is False or second is False else schema if isinstance(schema, bool) else Merged(schema)
     second = _closed(second, place)
+    for schema, other in ((first, second), (second, first)):
+        closed = schema.get("unevaluatedProperties", True) not in (True, {})
+        unseen = set(other.get(UNSEEN, ())) - schema.get("properties", {}).keys() if closed else ()
+        unsupported(bool(unseen), place, "unevaluatedProperties beside values that are excluded of other properties")
     spend(1 + len(first) + len(second))
     result = Merged(first)
     for name, value in second.items():
@@ -157,7 +167,7 @@ def _both(name: str, first: Any, second: Any, place: str) -> Any:
     rule = _RULES.get(name)
     if rule is not None:
         return rule(first, second)
-    if name == "anyOf" and len(first) * len(second) <= _MAX_PRODUCT:
+    if name == "anyOf" and first != second and len(first) * len(second) <= _MAX_PRODUCT:
         return [together(a, b) for a in first for b in second]
     unsupported(first != second, place, f"{name!r} twice in allOf")
     return first
@@ -178,7 +188,7 @@ def _several(first: Any, second: Any) -> Any:
 
 def _common(first: Any, second: Any) -> Any:
     integral = type(first) is int and type(second) is int and first > 0 and second > 0
-    return math.lcm(first, second) if integral else first if first == second else (first, second)
+    return math.lcm(first, second) if integral else first if first == second else _several(first, second)
 
 
 _RULES: dict[str, Callable[[Any, Any], Any]] = {
@@ -191,6 +201,8 @@ _RULES: dict[str, Callable[[Any, Any], Any]] = {
     "not": lambda first, second: {"anyOf": [first, second]},
     "uniqueItems": lambda first, second: first or second,
     "multipleOf": _common,
+    NO_MULTIPLE: _several,
+    UNSEEN: _several,
     CONDITIONS: lambda first, second: [*first, *second],
 }
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from decimal import Decimal, localcontext
 from typing import Any, NamedTuple
 
-from pdkernels.grammar.language import NOTHING, Expression, both, is_nothing
-from pdkernels.grammar.numbers import MAX_FRACTION, Range, integers, multiples, numbers
+from pdkernels.grammar.language import NOTHING, Expression, Seq, both, is_nothing, without
+from pdkernels.grammar.numbers import MAX_FRACTION, PLAIN, POINTED, Range, integers, multiples, numbers
 from pdkernels.grammar.schema_formats import OF_NUMBERS
-from pdkernels.grammar.schema_merge import unsupported
+from pdkernels.grammar.schema_merge import FRACTIONAL, NO_MULTIPLE, unsupported
 
 _MAX_STEP = 2_000
 _MAX_LOW = 10**40 - 1  # each digit is a state
@@ -47,30 +47,57 @@ def _bounds_of(kind: str, schema: Mapping[str, Any], place: str) -> _Bounds:
 def has_number(schema: Mapping[str, Any], value: float, place: str) -> bool:
     """Whether a number is within what a schema says of numbers."""
     bounds = _bounds_of("number", schema, place)
-    steps = schema.get("multipleOf", ())
     exact = Decimal(repr(value))
+    is_whole = exact == exact.to_integral_value()
     with localcontext() as context:
         context.prec = 1000  # more than doubles have digits
-        is_multiple = all(
-            exact % Decimal(repr(step)) == 0 for step in (steps if isinstance(steps, tuple) else (steps,))
-        )
-    return (
-        is_multiple
-        and Range.of(*bounds[1:]).has(exact)
-        and (bounds.kind == "number" or exact == exact.to_integral_value())
-    )
+        is_multiple = all(exact % Decimal(repr(step)) == 0 for step in _steps(schema, "multipleOf"))
+        is_denied = any(exact % Decimal(repr(step)) == 0 for step in _steps(schema, NO_MULTIPLE))
+    fits = is_multiple and not is_denied and not (is_whole and FRACTIONAL in schema)
+    return fits and Range.of(*bounds[1:]).has(exact) and (bounds.kind == "number" or is_whole)
 
 
-def number_of(kind: str, schema: Mapping[str, Any], place: str) -> Expression:
-    """The numbers of a schema, whose kind is "integer" or "number"."""
-    step = schema.get("multipleOf", 1)
-    integral = type(step) in (int, float) and step == int(step) and 1 <= step <= _MAX_STEP
-    unsupported(not integral, f"{place}/multipleOf", f"multipleOf {step}", f"Whole numbers up to {_MAX_STEP} are.")
+def _steps(schema: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    steps = schema.get(name, ())
+    return steps if isinstance(steps, tuple) else (steps,)
+
+
+def number_of(
+    kind: str, schema: Mapping[str, Any], place: str, *, every: bool = False, pointed: bool = False
+) -> Expression:
+    """The numbers of a schema, whose kind is "integer" or "number"; `every`: of any number of digits, where there are
+    no bounds; `pointed`: whole numbers may be written as ``1.0``."""
     kind, low, high, above, below = _bounds_of(kind, schema, place)
+    if FRACTIONAL in schema and kind == "integer":
+        return NOTHING
     range_ = Range.of(low, high, above, below)
     far = any(half.low > _MAX_LOW for _, half in range_.halves)
-    expression = NOTHING if far else (numbers if kind == "number" else integers)(low, high, above=above, below=below)
+    made = numbers if kind == "number" else integers
+    expression = NOTHING if far else made(low, high, above=above, below=below, every=every)
     few = kind == "number" and is_nothing(expression) and any(range_.halves)
     fault = f"numbers that need more than {MAX_FRACTION} digits after the point, or {len(str(_MAX_LOW))} before it"
     unsupported(far or few, place, fault)
-    return both(expression, multiples(int(step)), f"the schema at {place}") if "multipleOf" in schema else expression
+    if pointed and kind == "integer" and not is_nothing(expression):
+        expression = Seq((expression, POINTED))
+    source = f"the schema at {place}"
+    for step in _steps(schema, "multipleOf"):
+        expression = both(expression, _multiples(step, f"{place}/multipleOf"), source)
+    excluded = [_multiples(step, f"{place}/not/multipleOf") for step in _steps(schema, NO_MULTIPLE)]
+    excluded += [multiples(Decimal(1))] if FRACTIONAL in schema else []
+    if excluded and kind == "number":  # their multiples are known among those without an exponent
+        expression = both(expression, PLAIN, source)
+    for machine in excluded:
+        expression = without(expression, machine, source)
+    return expression
+
+
+def _multiples(step: float, place: str) -> Expression:
+    exact = Decimal(repr(step)).normalize()
+    _, digits, exponent = exact.as_tuple()
+    assert isinstance(exponent, int)
+    size = int("".join(map(str, digits))) * (10 ** max(0, exponent))
+    small = exponent > -MAX_FRACTION and size * (2 + max(0, -exponent)) <= 2 * _MAX_STEP
+    unsupported(
+        not small, place, f"multipleOf {step}", f"Whole numbers up to {_MAX_STEP} are, and decimals of few digits."
+    )
+    return multiples(exact)

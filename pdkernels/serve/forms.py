@@ -20,7 +20,7 @@ from pdkernels.grammar.language import (
     without,
 )
 from pdkernels.grammar.regex import parsed
-from pdkernels.grammar.schema import parsed_schema
+from pdkernels.grammar.schema import Size, parsed_schema
 from pdkernels.serve.calls import PLAIN, CallForm
 from pdkernels.serve.errors import Refused, in_http_words
 from pdkernels.serve.schema import ChatRequest, Settings
@@ -146,7 +146,7 @@ def _inside(thought: ThoughtForm, words: str) -> Expression:
 
 def _call(form: CallForm, name: str, parameters: str) -> Expression:
     try:
-        arguments = parsed_schema(parameters, None, _DEPTH, None)
+        arguments = parsed_schema(parameters, size=Size(depth=_DEPTH))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise Refused(f"the parameters of tool {name!r}: {in_http_words(str(error))}", 400, "tools") from None
     return sequence(f'{{"name": {json.dumps(name)}, "{form.arguments}": ', arguments, "}")
@@ -156,4 +156,4 @@ def _expression(kind: str, source: str) -> Expression:
     if kind == "regex":
         return parsed(source)
     given = json.loads(source)
-    return Alt(tuple(map(text, given))) if kind == "choice" else parsed_schema(given, None, _DEPTH, None)
+    return Alt(tuple(map(text, given))) if kind == "choice" else parsed_schema(given, size=Size(depth=_DEPTH))

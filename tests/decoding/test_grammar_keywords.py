@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -200,6 +201,36 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "a number, or an object without a": ({**_of(a=DIGIT, b=DIGIT), "type": ["integer", "object"], "not": {"type": "object", "required": ["a"]}}, ["3", "{}", '{"b": 1}'], ['{"a": 1}']),
     "a number, or an object that depends": ({**_of(a=DIGIT, b=DIGIT), "type": ["integer", "object"], "dependentSchemas": {"a": {"type": "object", "required": ["b"]}}}, ["3", "{}", '{"b": 1}'], ['{"a": 1}']),
     "a number, or a date": ({"type": ["integer", "string"], "format": "date"}, ["3", '"2024-02-29"'], ['"2023-02-29"']),
+    "a number that is not whole": ({"oneOf": [{"type": "integer"}, {"type": "number"}], "minimum": 0, "maximum": 2}, ["0.5", "1.25"], ["1", "1.0", "2", "2.5"]),
+    "decimal steps": ({"type": "number", "multipleOf": 0.25, "minimum": -1, "maximum": 1}, ["0.25", "-0.750", "1", "0.5"], ["0.3", "1.25", "0.255"]),
+    "two steps": ({"allOf": [{"type": "number", "multipleOf": 1.5}, {"multipleOf": 2}], "minimum": 0, "maximum": 12}, ["0", "6", "12"], ["3", "1.5", "2", "4"]),
+    "no multiple": ({"type": "integer", "minimum": 0, "maximum": 9, "not": {"multipleOf": 3}}, ["1", "8"], ["0", "3", "9"]),
+    "not so many": ({**_of(a=DIGIT, b=DIGIT, c=DIGIT), "not": {"minProperties": 2}}, ["{}", '{"b": 1}'], ['{"a": 1, "b": 1}']),
+    "not of a type": ({"type": ["integer", "string", "null"], "not": {"type": ["string", "array"]}}, ["3", "null"], ['"a"']),
+    "no number that is listed": ({"type": "number", "minimum": 0, "maximum": 3, "not": {"enum": [0, 2, 2.5]}}, ["1", "2.25", "3"], ["0", "2", "2.5", "2.50", "2.0"]),
+    "no list that is listed": ({"type": "array", "items": DIGIT, "maxItems": 2, "not": {"enum": [[], [1, 2]]}}, ["[1]", "[2, 1]", "[1, 3]"], ["[]", "[1, 2]"]),
+    "at most two": ({"type": "array", "items": DIGIT, "contains": {"maximum": 3}, "maxContains": 2}, ["[1]", "[9, 0, 8, 1]"], ["[]", "[7]", "[0, 1, 2]"]),
+    "none or one": ({"type": "array", "items": DIGIT, "contains": {"const": 0}, "minContains": 0, "maxContains": 1}, ["[]", "[1, 2]", "[1, 0, 2]"], ["[0, 0]"]),
+    "two or three": ({"type": "array", "items": DIGIT, "contains": {"const": 0}, "minContains": 2, "maxContains": 3}, ["[0, 0]", "[1, 0, 2, 0, 0]"], ["[0]", "[0, 0, 0, 0]"]),
+    "no item": ({"type": "array", "items": DIGIT, "not": {"contains": {"minimum": 5}}}, ["[]", "[4, 0]"], ["[5]", "[1, 9]"]),
+    "an if of a number": (
+        {**_of(n={"type": "integer", "minimum": 0, "maximum": 99}, w=WORD), "required": ["n"], "if": {"properties": {"n": {"minimum": 50}}}, "then": {"required": ["w"]}, "else": {"properties": {"w": False}}},
+        ['{"n": 49}', '{"n": 50, "w": "a"}'],
+        ['{"n": 50}', '{"n": 49, "w": "a"}'],
+    ),
+    "exactly one of what overlaps": (
+        {"type": "integer", "minimum": 0, "maximum": 20, "oneOf": [{"multipleOf": 3}, {"minimum": 10}]},
+        ["0", "9", "10", "20"],
+        ["1", "12", "18"],
+    ),
+    "labels that overlap": ({"oneOf": [{**_of(k={"const": n}), "required": ["k"]} for n in (1, 2)] + [{**_of(k={"enum": [2.0, 3]}), "required": ["k"]}]}, ['{"k": 1}', '{"k": 3}'], ['{"k": 2}', '{"k": 2.0}']),
+    "names of two patterns": (
+        {"type": "object", "patternProperties": {"^a": DIGIT, "b$": {"minimum": 4}}, "additionalProperties": False},
+        ['{"ab": 4}', '{"a": 1}', '{"cb": 40}'],
+        ['{"ab": 3}', '{"ab": 40}', '{"cb": 3}'],
+    ),
+    "a keyword for other types": ({**DIGIT, "minLength": 3, "properties": {"a": False}}, ["4"], ["44"]),
+    "whole numbers, each once": ({"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 5}, "uniqueItems": True}, ["[]", "[3, 5]", "[3, 4, 5]"], ["[3, 3]", "[6]"]),
     "password": ({"type": "string", "format": "password", "minLength": 1, "maxLength": 3}, ['"abc"'], ['""']),
 }  # fmt: skip
 
@@ -227,7 +258,7 @@ def test_listed_values_have_the_spaces_of_the_grammar() -> None:
 def test_long_bounds() -> None:
     """They are refused by name, or replaced by `longest`; in a `not`, where that would allow more, they stay."""
     schema = {
-        **_of(name={"type": "string", "maxLength": 5}, text={"type": "string", "maxLength": 2000}),
+        **_of(name={"type": "string", "maxLength": 5}, text={"type": "string", "maxLength": 3000}),
         "required": ["text"],
     }
     with pytest.raises(ValueError, match="too large. Shorten its repetitions, or set longest for those of a schema"):
@@ -248,6 +279,55 @@ def test_long_bounds() -> None:
         Grammar.json_schema(schema, longest=0)
     with pytest.raises(TypeError, match="longest must be an int, got str"):
         Grammar.json_schema(schema, longest="20")  # type: ignore[arg-type]
+
+
+def test_a_smaller_language_that_fits() -> None:
+    """What is left out is named, and everything that is left satisfies the schema."""
+    long = _of(title={"type": "string", "maxLength": 30}, text={"type": "string", "minLength": 2, "maxLength": 5000})
+    with pytest.warns(UserWarning, match="the schema needs too many states: .*maxLength and maxItems are at most 128"):
+        grammar = Grammar.json_schema(long, fit=True)
+    assert grammar.matches(json.dumps({"title": "a" * 30, "text": "b" * 128}))
+    assert not grammar.matches(json.dumps({"text": "b" * 129})) and not grammar.matches('{"text": "b"}')
+    many = {"type": "array", "maxItems": 900, "items": {"type": "array", "maxItems": 900, "items": WORD}}
+    with pytest.warns(UserWarning, match="maxItems are at most 16"):
+        assert Grammar.json_schema(many, fit=True).matches('[["a", "b"], []]')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Grammar.json_schema(DIGIT, fit=True).matches("3")
+    with pytest.raises(TypeError, match="fit must be a bool"):
+        Grammar.json_schema(DIGIT, fit=1)  # type: ignore[arg-type]
+
+
+# Schemas, texts that only `texts="all"` has, and texts of no language.
+EVERY: list[tuple[Any, list[str], list[str]]] = [
+    ({"type": "integer"}, ["1.0", "-3.000", "12345678901234567890123"], ["1.5", "01", "1e0"]),
+    ({"type": "integer", "minimum": 1, "multipleOf": 3}, ["3.0"], ["4.0", "-3.0"]),
+    ({"enum": [1, "é"]}, ["1.0", '"\\u00e9"', '"\\u00E9"'], ['"e"']),
+    ({"type": "string", "maxLength": 2}, ['"\\u00e9\\ud83d\\ude00"', '"\\u0007"'], ['"\\ud83d"', '"\\ude00"', '"\\u00e9ab"', '"\\u00g0"']),
+    ({"type": "string", "pattern": "^[à-ü]+$"}, ['"\\u00e0\\u00fc"'], ['"\\u00df"', '"a"']),
+    (_of(a=DIGIT), ['{"b": [1, {}]}', '{"a": 1, "b": 2, "c": null}', "3", '"x"'][:2], ['{"a": "b"}', '{"b": 1, "a": 2}']),
+    ({"properties": {"a": DIGIT}}, ["3", '"x"', "[{}]"], ['{"a": "b"}']),
+    ({**_of(é=DIGIT), "additionalProperties": WORD}, ['{"\\u00e9": 1}', '{"e": "x"}'], ['{"\\u00e9": "x"}', '{"é": "x"}']),
+    ({**_of(a=DIGIT), "patternProperties": {"^b": WORD}, "additionalProperties": False}, ['{"a": 1, "bc": "x"}', '{"b": "y"}'], ['{"a": 1, "c": "x"}', '{"b": 1}']),
+    ({**_of(a=DIGIT), "maxProperties": 2}, ['{"a": 1, "b": 2}', '{"b": 1, "c": 2}'], ['{"a": 1, "b": 2, "c": 3}']),
+    ({**_of(a=DIGIT), "required": ["a"], "propertyNames": {"maxLength": 1}}, ['{"a": 1, "b": 2}'], ['{"a": 1, "bc": 2}', '{"b": 2}']),
+    ({**_of(a=DIGIT, b=DIGIT), "if": {"required": ["c"]}, "then": {"required": ["b"]}}, ['{"a": 1, "d": 2}', '{"b": 1, "c": 2, "d": 3}'], ['{"a": 1, "c": 2}']),
+    ({**FOUR, "type": "integer"}, ["12345678901234567890"], ["1.0"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(EVERY)))
+def test_every_text_of_a_schema(number: int) -> None:
+    schema, more, none = EVERY[number]
+    usual, every = Grammar.json_schema(schema), Grammar.json_schema(schema, texts="all")
+    check = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema, format_checker=FORMATS)
+    for text in more:
+        assert every.matches(text) and not usual.matches(text), text
+        assert check.is_valid(json.loads(text)), f"the test is wrong: {text}"
+    for text in none:
+        assert not every.matches(text) and not usual.matches(text), text
+    for text in [*drawn(usual, 8), *drawn(every, 16)]:
+        assert every.matches(text) and check.is_valid(json.loads(text)), text
 
 
 def test_the_order_that_a_schema_asks_for() -> None:

@@ -1,0 +1,111 @@
+"""Arrays of JSON schemas as expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pdkernels.grammar.language import EMPTY, NOTHING, Alt, Expression, Repeat, Seq, both, either, is_nothing, separated
+from pdkernels.grammar.schema_keywords import counts
+from pdkernels.grammar.schema_merge import Flat, Merged, different, is_among, together, unsupported
+from pdkernels.grammar.schema_parts import Parts
+
+_MAX_LISTED = 64
+
+
+class Arrays(Parts):
+    """The arrays of a schema."""
+
+    def _array(self, schema: Mapping[str, Any], place: str) -> Expression:
+        expression = self._items(schema, place)
+        if "contains" in schema and not is_nothing(expression):
+            expression = both(expression, self._containing(schema, place), f"the schema at {place}")
+        return expression
+
+    def _items(self, schema: Mapping[str, Any], place: str) -> Expression:
+        minimum, maximum = counts(schema, "minItems", "maxItems", place)
+        if maximum is not None and maximum < minimum:
+            return NOTHING
+        if schema.get("uniqueItems", False) and (maximum is None or maximum > 1):
+            return self._unique(schema, minimum, maximum, place)
+        first = [self.value(item_schema, f"{place}/prefixItems") for item_schema in schema.get("prefixItems", ())]
+        items = schema.get("items", True)
+        if not first:
+            item = self.value(items, f"{place}/items") if maximum != 0 else EMPTY
+            if is_nothing(item):
+                return NOTHING if minimum else self._enclosed("[", "]", EMPTY)
+            return self._enclosed("[", "]", separated(item, self._comma, minimum, maximum))
+        # Without a prefix item there are no later ones.
+        top = len(first) if maximum is None or maximum > len(first) else maximum
+        forms = [self._joined(first[:count]) for count in range(minimum, top)] if minimum < top else []
+        prefix = first[:top]
+        if items is False or (maximum is not None and maximum <= len(first)):
+            if minimum > top:
+                return NOTHING
+            forms.append(self._joined(prefix))
+        else:
+            item = Seq((self._comma, self.value(items, f"{place}/items")))
+            later_items = Repeat(item, max(0, minimum - len(first)), None if maximum is None else maximum - len(first))
+            forms.append(Seq((self._joined(prefix), later_items)))
+        return self._enclosed("[", "]", either(forms))
+
+    def _containing(self, schema: Mapping[str, Any], place: str) -> Expression:
+        """Arrays of the items of a schema in which so many satisfy `contains`."""
+        minimum, maximum = counts(schema, "minContains", "maxContains", place)
+        if maximum is not None and maximum < minimum:
+            return NOTHING
+        kinds = list(schema.get("prefixItems", ()))
+        kinds += [schema.get("items", True)] if schema.get("items", True) is not False else []
+        wanted = schema["contains"]
+        found = self._either_of([together(kind, wanted) for kind in kinds], f"{place}/contains")
+        if maximum is None:
+            item = self._either_of(kinds, f"{place}/items")
+            any_items = Repeat(Seq((self._comma, item)), 0, None)
+            # The first that satisfies it, and those before it.
+            first = Alt((found, Seq((item, any_items, self._comma, found))))
+            later_matches = Repeat(Seq((any_items, self._comma, found)), minimum - 1, minimum - 1)
+            return self._enclosed("[", "]", Seq((first, later_matches, any_items)))
+        other = self._either_of([together(kind, {"not": wanted}) for kind in kinds], f"{place}/contains")
+        # Of each item, whether it satisfies it: as many as may be there, and any number of the others between them.
+        after_other, after_found = (Repeat(Seq((self._comma, item)), 0, None) for item in (other, other))
+        more = Repeat(Seq((self._comma, found, after_found)), max(0, minimum - 1), max(0, maximum - 1))
+        begins_found = Seq((found, after_found, more))
+        none = Seq((other, after_other))
+        begins_other = Seq((none, Repeat(Seq((self._comma, found, after_found)), minimum, maximum)))
+        forms = [begins_other, *([begins_found] if maximum > 0 else []), *([EMPTY] if minimum == 0 else [])]
+        return self._enclosed("[", "]", Alt(tuple(forms)))
+
+    def _either_of(self, schemas: list[Any], place: str) -> Expression:
+        return Alt(tuple(self.value(schema, place) for schema in schemas))
+
+    def _unique(self, schema: Mapping[str, Any], minimum: int, maximum: int | None, place: str) -> Expression:
+        """An array of different items, which are listed: in the order of the list."""
+        fault = "uniqueItems of items that are not listed"
+        flat = self._flat(schema.get("items", True), f"{place}/items")
+        values = None if "prefixItems" in schema else _listed(flat)
+        remedy = "Give items an enum, or set maxItems to 1."
+        unsupported(values is None, f"{place}/uniqueItems", fault, remedy)
+        assert values is not None and not isinstance(flat, bool)
+        if "const" in flat:
+            values = [value for value in values if is_among(value, flat.get("enum", values))]
+        constraints = Merged({name: entry for name, entry in flat.items() if name not in ("const", "enum")})
+        items = [self.value(Merged(constraints, const=value), f"{place}/items") for value in different(values)]
+        return self._enclosed(
+            "[", "]", self._some([(False, entry) for entry in items if not is_nothing(entry)], minimum, maximum)
+        )
+
+
+def _listed(flat: Flat) -> list[Any] | None:
+    """The values of a schema that lists them, or has few."""
+    if isinstance(flat, bool):
+        return None
+    if "const" in flat:
+        return [flat["const"]]
+    if "enum" in flat:
+        return list(flat["enum"])
+    if flat.get("type") == "boolean":
+        return [False, True]
+    low, high = flat.get("minimum"), flat.get("maximum")
+    if flat.get("type") == "integer" and type(low) is int and type(high) is int and high - low < _MAX_LISTED:
+        return [*range(low, high + 1)]
+    return None
