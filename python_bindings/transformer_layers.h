@@ -34,9 +34,10 @@ struct LayersInputs {
   PlanInputs plan;
   double scale, eps;
   RoutingInputs routing;
+  std::vector<OptionalTensor> starts;  // of each layer, or none at all
   auto fields() const {
     return std::tie(x, parameters, k_cache, v_cache, lengths, counts, block_table, heads, cos, sin, positions,
-                    interleaved, plan, scale, eps, routing);
+                    interleaved, plan, scale, eps, routing, starts);
   }
 };
 
@@ -213,6 +214,12 @@ inline std::tuple<Tensor, Tensor> transformer_layers(const LayersInputs& in) {
     PDK_CHECK((args.layers[i].q_norm == nullptr) == (args.layers[0].q_norm == nullptr));
   }
   PDK_CHECK(reader.done());
+  PDK_CHECK(in.starts.empty() || static_cast<int64_t>(in.starts.size()) == layers);
+  for (size_t i = 0; i < in.starts.size(); ++i) {
+    SpeculativeArgs layer = args.attention;
+    unpack_starts(SameDevice(in.x), in.starts[i], layer);
+    args.layers[i].starts = layer.starts;
+  }
   TorchRouterFunctions functions(in.x);
   args.router_functions = &functions;
   Tensor residual = torch::stable::empty_like(in.x), added = torch::stable::empty_like(in.x);

@@ -129,6 +129,7 @@ class Layers {
 
   void attend(int64_t number) const {
     SpeculativeArgs args = attention_;
+    args.starts = args_.layers[number].starts;
     args.k_cache.data = static_cast<char*>(args.k_cache.data) + number * args_.k_cache_stride;
     args.v_cache.data = static_cast<char*>(args.v_cache.data) + number * args_.v_cache_stride;
     speculative_attention(args);

@@ -43,6 +43,7 @@ struct LayerArgs {
   LayerMatrix output;
   void* mlp_norm;
   std::variant<Mlp, MixtureMlp> mlp;
+  IndexView starts;  // as in SpeculativeArgs
 
   // The MLP of every row.
   const Mlp* dense() const {

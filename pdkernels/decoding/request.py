@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pdkernels._validation import check, check_choice, check_flag, check_type, message, refuse
+from pdkernels._validation import check, check_choice, check_flag, check_type, message, refuse, sentence
 from pdkernels.decoding.method import Method
 from pdkernels.generation.logprobs import log_probs
 from pdkernels.generation.params import MAX_POSITIONS, SamplingParams
@@ -27,13 +27,17 @@ Overflow = Literal["error", "warn"]
 
 
 def check_model(model: Any, method: Method, paged: bool) -> None:
-    """Raises TypeError for a model without a member that `method` needs."""
+    """Raises TypeError for a model without a member that `method` needs, NotImplementedError for windows that it does
+    not follow."""
     actual = type(model).__name__
     check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
     protocol = method.model_protocol
     if missing_member := missing(model, protocol):
         needed = f"have {missing_member} (pdkernels.models.{protocol.__name__}) for method {method.name!r}"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
+    if method.wing == "planned" and getattr(model.config, "windows", ()):
+        fault = f"method {method.name!r} does not follow windows, whose rows its chunks would count otherwise"
+        raise NotImplementedError(sentence(_OP, fault, "Use a model without."))
     if paged and (missing_member := lacking(model, "new_cache", ("kind", "page_size"))):
         needed = f"have the argument `{missing_member}` of `new_cache` for a page_size"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", "Pass page_size=None."))

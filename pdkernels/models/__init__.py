@@ -22,6 +22,7 @@ from pdkernels.models.architectures.sampler_head import (
     semantic_table,
 )
 from pdkernels.models.architectures.transformer import Transformer
+from pdkernels.models.architectures.windows import Window
 from pdkernels.models.checkpoints.drafters.folder import available_drafters, load_drafter, save_drafter
 from pdkernels.models.checkpoints.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.checkpoints.huginn import (
@@ -90,6 +91,7 @@ __all__ = [
     "Tokenizer",
     "Transformer",
     "TransformerConfig",
+    "Window",
     "YarnScaling",
     "available",
     "available_drafters",

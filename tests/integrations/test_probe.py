@@ -60,17 +60,17 @@ def test_what_is_asked_once_is_asked_for_each_use() -> None:
 @pytest.mark.parametrize(
     ("name", "more", "longest"),
     [
-        ("Mistral", {"sliding_window": 24}, 24),
-        ("Cohere2", {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]}, 20),
+        ("Mistral", {"sliding_window": 24}, 64),
+        ("Cohere2", {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]}, 64),
         ("Cohere2", {"sliding_window": 20, "layer_types": ["full_attention"] * 2}, 64),
         ("Gemma3Text", {"sliding_window": 20, "layer_types": ["full_attention"] * 2}, 64),
-        ("Llama4Text", {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"]}, 16),
+        ("Llama4Text", {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"]}, 64),
         ("Llama4Text", {"attention_chunk_size": 16, "layer_types": ["full_attention"] * 2, "floor_scale": 40}, 40),
         pytest.param("Qwen2Moe", {"num_experts": 4}, 64, marks=COMPUTES_ITS_OWN),
     ],
 )
-def test_texts_are_as_long_as_all_rows_see_everything(name: str, more: dict[str, Any], longest: int) -> None:
-    """What layers do, not what fields say: a window that no layer has is none."""
+def test_texts_are_as_long_as_positions_are_unambiguous(name: str, more: dict[str, Any], longest: int) -> None:
+    """What layers do, not what fields say: a window that no layer has is none, and others do not end a text."""
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "head_dim": 16}
     model = small(name, **({**experts, **more} if name == "Llama4Text" else more))
     wrapped = wrap(model)

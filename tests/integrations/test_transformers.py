@@ -150,12 +150,18 @@ def test_what_our_cache_refuses() -> None:
         model(prompts(), **{CACHE: PdCache(model.config, 2, 76)})
     with torch.no_grad(), pytest.raises(ValueError, match="batch must be that of the model's inputs, got 3 for 2"):
         model(prompts(), **{CACHE: PdCache(model.config, 3, 80)})
-    with pytest.raises(NotImplementedError, match="sliding window of 24"):
-        PdCache(model_of("mistral").config, 1, 25)
     with pytest.raises(ValueError, match="kind must be one of"):
         PdCache(model.config, 1, 8, kind="other")  # type: ignore[arg-type]
+    holes = torch.ones(2, TOKENS, dtype=torch.int64)
+    holes[0, 20:23] = 0
     with pytest.raises(ValueError, match="without padding for a paged cache"):
-        written("qwen3", "pdkernels", **{CACHE: PdCache(model.config, 2, 100, kind="paged")}, attention_mask=padded())
+        written("qwen3", "pdkernels", **{CACHE: PdCache(model.config, 2, 100, kind="paged")}, attention_mask=holes)
+
+
+def test_padding_on_the_left_of_a_paged_cache() -> None:
+    cache = PdCache(model_of("qwen3").config, 2, 100, kind="paged")
+    found = written("qwen3", "pdkernels", **{CACHE: cache}, attention_mask=padded())
+    assert torch.equal(found, written("qwen3", "sdpa", attention_mask=padded()))
 
 
 def test_a_tile_plan_of_the_caller() -> None:

@@ -294,7 +294,7 @@ def test_bad_dtype() -> None:
         ({"model_type": "gpt2"}, f"model_type must be one of {', '.join(ARCHITECTURES)}, got 'gpt2'."),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'."),
         (
-            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+            {"model_type": "llama", "sliding_window": 8},
             "sliding_window must be absent or cover all 64 positions, got 8.",
         ),
         (
@@ -303,8 +303,8 @@ def test_bad_dtype() -> None:
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5."),
         (
-            {**QWEN3, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-            "sliding_window must be absent or cover all 64 positions, got 8.",
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            "layer_types must be absent beside a sliding_window of 8, got one.",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}},

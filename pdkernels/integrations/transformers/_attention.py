@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pdkernels._attention import takes_head_dim
 from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message
-from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan, note_rule
+from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan, note_rule, plan_after
 from pdkernels.integrations.transformers._rows import PagedRows, Pages, widened
 from pdkernels.masks import TilePlan
 from pdkernels.models.architectures.recompute import nothing_new
@@ -112,10 +112,10 @@ def _attend(
     if not isinstance(attention_mask, PlanMask):
         return _dense(query, key, value, attention_mask, scaling, s_aux)
     if attention_mask.rule is not None:
-        note_rule(attention_mask)
+        note_rule(getattr(module, "layer_idx", None), attention_mask)
     if attention_mask.plan is not None:
         return block_sparse_attention(q, k, v, attention_mask.plan, scale=scaling, sinks=s_aux)
-    return _after_prefix(q, k, v, attention_mask.offset, scaling, s_aux)
+    return _after_prefix(q, k, v, attention_mask.offset, attention_mask.starts, scaling, s_aux)
 
 
 def _check(module: nn.Module, query: Tensor, dropout: float, scaling: float | None, options: dict[str, Any]) -> None:
@@ -148,16 +148,22 @@ def _check(module: nn.Module, query: Tensor, dropout: float, scaling: float | No
 
 
 def _after_prefix(
-    q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor | int,
+    starts: Tensor | None,
+    scale: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Rows that see all cached tokens and each other causally; no plan is made for a step.
+    """Rows that see all cached tokens, or those from `starts` on, and each other causally; no plan is made for a step.
 
     `k` and `v` hold the cached tokens, the new ones at `offset`, and optionally room for more.
     """
     batch, rows = q.shape[:2]
     if _records(q, k, v):
         keys = int(offset) + rows
-        plan = causal_plan(rows, keys, q.device)
+        plan = causal_plan(rows, keys, q.device) if starts is None else plan_after(starts, int(offset), keys)
         return block_sparse_attention(q, k[:, :keys], v[:, :keys], plan, scale=scale, sinks=sinks)
     if rows == 1 and isinstance(offset, Tensor):
         # The new token is already in the cache; only the device knows where, and the host does not need to.
@@ -168,7 +174,7 @@ def _after_prefix(
     lengths = torch.full((batch,), first, dtype=torch.int64, device=q.device)
     new = slice(first, first + rows)
     plan = causal_plan(rows, rows, q.device)
-    return speculative_attention(q, k[:, new], v[:, new], k, v, lengths, plan, scale=scale, sinks=sinks)
+    return speculative_attention(q, k[:, new], v[:, new], k, v, lengths, plan, starts=starts, scale=scale, sinks=sinks)
 
 
 def _records(*tensors: Tensor) -> bool:
@@ -199,6 +205,8 @@ def _wide(
     rows, keys = query.shape[2], key.shape[2]
     if isinstance(mask, PlanMask):
         plan = mask.plan if plan is None else plan
+        if plan is None and mask.starts is not None:
+            plan = plan_after(mask.starts, int(mask.offset), keys)
         offset, mask = mask.offset, None
     else:
         offset = keys - rows
@@ -224,9 +232,10 @@ def _paged(q: Tensor, pages: Pages, mask: Tensor | None, scale: float | None, si
             OP, "attention_mask", "be causal without padding for a paged cache", "another", "Use a contiguous PdCache."
         )
     lengths = torch.full((q.shape[0],), pages.first, dtype=torch.int64, device=q.device)
-    plan = causal_plan(q.shape[1], q.shape[1], q.device)
+    plan, starts = causal_plan(q.shape[1], q.shape[1], q.device), getattr(mask, "starts", None)
+    caches, table = (pages.k, pages.v), pages.block_table
     return speculative_attention(
-        q, k, v, pages.k, pages.v, lengths, plan, block_table=pages.block_table, scale=scale, sinks=sinks
+        q, k, v, *caches, lengths, plan, starts=starts, block_table=table, scale=scale, sinks=sinks
     )
 
 

@@ -37,18 +37,18 @@ class PdCache(Cache):  # type: ignore[misc]
     Any attention implementation may read it. "pdkernels" reads pages in place, others get them gathered.
 
     Args:
-        config: of the model; its layers must not have a sliding window shorter than `capacity`.
+        config: of the model. Layers with a window keep the rows of the whole text; attention reads those in the window.
         batch: sequences, including beams and returned sequences.
         capacity: the maximum number of tokens of a sequence, including the prompt and its padding.
-        kind: "contiguous", or "paged", which assigns memory page by page, for texts without padding.
+        kind: "contiguous", or "paged", which assigns memory page by page, for texts without padding but on the left.
         page_size: tokens of a page.
         dtype, device: of the rows; None: those of the first forward.
 
     Raises:
         ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch, layers
             with other heads.
-        NotImplementedError: a model with sliding windows shorter than `capacity`, or with layers that keep something
-            else; in `crop`: one whose recurrent layers cannot go back; offloading.
+        NotImplementedError: a model with layers that keep something else; in `crop`: one whose recurrent layers cannot
+            go back; offloading.
 
     Example:
         >>> import inspect, torch, transformers
@@ -290,14 +290,10 @@ def _layers(owner: PdCache, config: Any) -> list[Any]:
     recurrent = any(kind in ("conv", "linear_attention", "hybrid") for kind in kinds)
     if not _STATES and (recurrent or any(name.startswith("mamba_") for name in vars(config))):
         raise NotImplementedError(f"{OP}: layers with a state need transformers 5.6 or newer. {ANOTHER}")
-    chunk = getattr(config, "attention_chunk_size", None)
     layers: list[Any] = []
     slots = 0
     for layer in dynamic:
         exact = type(layer)
-        if exact is DynamicSlidingWindowLayer and chunk != layer.sliding_window < owner.capacity:
-            fault = f"a model with a sliding window of {layer.sliding_window} tokens needs a capacity of at most that"
-            raise NotImplementedError(f"{OP}: {fault}, got {owner.capacity}. {ANOTHER}")
         if exact in (DynamicLayer, DynamicSlidingWindowLayer):
             layer = PdLayer(owner, slots)
         elif exact in _BOTH:

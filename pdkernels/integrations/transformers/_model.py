@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from pdkernels.integrations.transformers._plans import PlanMask, mask_function
 from pdkernels.integrations.transformers._probe import (
     TOKENS,
     UNBOUNDED,
-    longest_plain,
+    proof_length,
     prove,
     prove_converted,
     random_tokens,
+    reach_of,
     refuse,
     remembered,
     shape_of,
@@ -39,6 +41,7 @@ from pdkernels.models.architectures.recompute import nothing_new
 from pdkernels.models.architectures.states import States
 from pdkernels.models.architectures.taps import Tapped, checked_taps
 from pdkernels.models.architectures.transformer import select_rows
+from pdkernels.models.architectures.windows import Window, first_seen, windowed_plan
 from pdkernels.models.checkpoints.hf_experts import separated_experts
 from pdkernels.models.checkpoints.zoo import from_published
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
@@ -56,14 +59,22 @@ class Rows(NamedTuple):
     slots: Tensor | None = None
     places: dict[int, int] = {}
     """The layers of the cache by the numbers of the model's; empty: the same numbers."""
+    windows: Mapping[int, Window] = {}
+    """Of the layers that have one."""
+    starts: Mapping[Window, Tensor] = {}
+    """What rows on a cache see in layers with a window (`first_seen`)."""
+    plans: Mapping[Window, TilePlan] = {}
+    """What rows without a cache see there."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None, sinks: Tensor | None = None
     ) -> Tensor:
         """Attention of q ``(batch, rows, heads, head_dim)``, rotated like k."""
-        cache = self.cache
+        cache, window = self.cache, self.windows.get(layer)
         if cache is None:
-            return block_sparse_attention(q, k, v, self.plan, scale=scale, sinks=sinks)
+            plan = self.plan if window is None else self.plans[window]
+            return block_sparse_attention(q, k, v, plan, scale=scale, sinks=sinks)
+        starts = None if window is None else self.starts[window]
         place = self.places.get(layer, layer)
         k_cache, v_cache, table = cache.k[place], cache.v[place], cache.block_table
         if self.visible is None:
@@ -76,6 +87,7 @@ class Rows(NamedTuple):
                 cache.lengths,
                 self.plan,
                 counts=self.counts,
+                starts=starts,
                 block_table=table,
                 scale=scale,
                 sinks=sinks,
@@ -90,7 +102,7 @@ class Rows(NamedTuple):
         k_cache[pages, targets], v_cache[pages, targets] = k[sequences, rows], v[sequences, rows]
         visible = self.visible
         return speculative_attention(
-            q, k, v, k_cache, v_cache, visible, self.plan, block_table=table, scale=scale, sinks=sinks
+            q, k, v, k_cache, v_cache, visible, self.plan, starts=starts, block_table=table, scale=scale, sinks=sinks
         )
 
 
@@ -107,11 +119,13 @@ class WrappedConfig:
     predicts: Literal["next", "own"]
     max_positions: int
     trained_positions: int
-    """`max_positions` without regard to windows."""
+    """`max_positions` without regard to what rows see."""
     attends: tuple[int, ...] = ()
     """The layers with attention, if other layers have recurrent states."""
     states: Mapping[Any, StateShape] | None = None
     """The recurrent states, if there are any."""
+    windows: Mapping[int, Window] = field(default_factory=dict)
+    """Of the layers whose rows do not see the whole text before them, by their numbers."""
 
 
 def run_body(
@@ -254,7 +268,15 @@ class WrappedModel:
             hybrid_cache = cache if isinstance(cache, HybridCache) else None
             check(hybrid_cache is cache, "WrappedModel", "cache", "be one of `new_cache`", type(cache).__name__)
             scans = States(hybrid_cache, len(tokens), rows, tokens.device, counts, mask)
-        return self._run(tokens, where, Rows(mask, cache, counts, places=self._places), states, scans)
+        windows = self.config.windows
+        seen = Rows(mask, cache, counts, places=self._places, windows=windows)
+        if windows and cache is None:
+            plan = partial(windowed_plan, rows=rows, device=tokens.device, mask=mask, positions=positions)
+            seen = seen._replace(plans={window: plan(window) for window in set(windows.values())})
+        elif windows and cache is not None:
+            starts = first_seen(windows.values(), cache.lengths, rows, positions, mask)
+            seen = seen._replace(starts=starts)
+        return self._run(tokens, where, seen, states, scans)
 
     @torch.no_grad()
     def recompute(
@@ -278,7 +300,10 @@ class WrappedModel:
             slots = torch.where(order < counts[:, None], slots, -1)
         targets = torch.where(slots >= 0, starts[:, None] + slots, -1)
         plan = nothing_new(rows, tokens.device)
-        return self._run(tokens, targets.clamp(min=0), Rows(plan, cache, None, visible, targets))
+        where, windows = targets.clamp(min=0), self.config.windows
+        first = {window: window.first(where) for window in set(windows.values())}
+        seen = Rows(plan, cache, None, visible, targets, windows=windows, starts=first)
+        return self._run(tokens, where, seen)
 
     def quantized(
         self, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()
@@ -441,6 +466,7 @@ def _measured(
     )
     tokens = random_tokens(model, 2, TOKENS)
     positions = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
+    reach = reach_of(name, config, body, tokens, positions, windows=attention == "causal")
     sizes = WrappedConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -449,11 +475,13 @@ def _measured(
         head_dim=shape.head_dim,
         attention=attention,
         predicts=predicts,
-        max_positions=longest_plain(name, config, body, tokens, positions),
+        max_positions=reach.positions,
         trained_positions=positions,
         attends=shape.attends if recurrent else (),
         states=states.shapes if states is not None else None,
+        windows=reach.windows,
     )
+    tokens = random_tokens(model, 2, max(TOKENS, proof_length(reach.windows, reach.positions)))
     implementation = getattr(model.config, "_attn_implementation", None)
     prove(
         name,

@@ -35,12 +35,13 @@ class PlanMask(Tensor):
     """A bool mask ``(batch, 1, rows, keys)`` without storage.
 
     With a `plan` it is the mask of the plan. Without one, row i is token ``offset + i`` of a text and attends to all
-    tokens up to itself. With a `step`, the step computes attention in every layer (`WrappedModel`): models pass on a
+    tokens up to itself, from ``starts[:, i]`` on if there are `starts` ``(batch, rows)``. With a `step`, the step computes attention in every layer (`WrappedModel`): models pass on a
     four-dimensional mask even if their layers drop other arguments.
     """
 
     plan: TilePlan | None
     offset: Tensor | int
+    starts: Tensor | None = None
     step: Any = None
     rule: Callable[..., Any] | None = None
 
@@ -117,12 +118,33 @@ def plan_of(visible: Callable[[int, int], Tensor], rows: int, keys: int) -> Tile
     return plans[0] if len(plans) == 1 else TilePlan.stack(plans)
 
 
+def _starts(seen: Tensor, offset: int) -> Tensor | None:
+    """The first key that each row ``(batch, rows, keys)`` sees, if it sees all from there to itself: row i is key
+    ``offset + i``."""
+    first = seen.to(torch.uint8).argmax(-1)
+    keys = torch.arange(seen.shape[2], device=seen.device)
+    own = torch.arange(offset, offset + seen.shape[1], device=seen.device)
+    run = (keys >= first[..., None]) & (keys <= own[:, None])
+    return first if torch.equal(run, seen) else None
+
+
+def plan_after(starts: Tensor, offset: int, keys: int) -> TilePlan:
+    """The plan of rows that see all from `starts` to themselves: row i is key ``offset + i``."""
+    key, own = (torch.arange(first, keys, device=starts.device) for first in (0, offset))
+
+    def visible(first: int, last: int) -> Tensor:
+        return (key >= starts[:, first:last, None]) & (key <= own[first:last, None])
+
+    return plan_of(visible, starts.shape[1], keys)
+
+
 _ASKED: ContextVar[list[Any] | None] = ContextVar("asked", default=None)
 
 
 @contextmanager
 def asked_masks(rules: list[Any]) -> Iterator[None]:
-    """Adds to `rules` the masks by which layers attend in this thread: functions of batch, head, row and key."""
+    """Adds to `rules` the layers and the masks by which they attend in this thread: functions of batch, head, row and
+    key."""
     token = _ASKED.set(rules)
     try:
         yield
@@ -130,10 +152,10 @@ def asked_masks(rules: list[Any]) -> Iterator[None]:
         _ASKED.reset(token)
 
 
-def note_rule(mask: PlanMask) -> None:
+def note_rule(layer: int | None, mask: PlanMask) -> None:
     """Called with the mask of a layer that has a `rule`."""
     if (rules := _ASKED.get()) is not None:
-        rules.append(mask.rule)
+        rules.append((layer, mask.rule))
 
 
 def mask_function(
@@ -176,6 +198,12 @@ def mask_function(
     if compiling:  # a plan depends on values, which a traced graph does not have
         return dense(0, q_length)
     first = dense(0, min(q_length, _ROWS))
+    if int(q_offset) > 0 and kv_offset == 0 and q_length <= _ROWS:
+        starts = _starts(first[:, 0], int(q_offset))
+        if starts is not None:
+            mask = PlanMask(batch_size, q_length, kv_length, int(q_offset), None, device)
+            mask.starts = starts
+            return mask
     # Sequences differ only by padding, packing and blocks.
     alike = batch_size == 1 or (q_length <= _ROWS and bool((first == first[:1]).all()))
     plan = plan_of(lambda a, b: (dense(a, b) if a else first)[: 1 if alike else None, 0], q_length, kv_length)

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,11 +24,13 @@ from pdkernels.integrations.transformers._plans import MaskIsPlan, asked_masks
 from pdkernels.integrations.transformers._quantized import is_quantised
 from pdkernels.masks import causal, full
 from pdkernels.models.architectures.states import States
+from pdkernels.models.architectures.windows import Window
 
 OP = "wrap"
 UNBOUNDED = 1 << 30
 _ANY = "pdkernels.models.from_callable takes any function from tokens to logits."
 TOKENS, _PREFIX = 10, (6, 3)  # of the two texts of a proof, and how much of each is cached before its last step
+_LONGEST_PROOF = 256  # a window of more tokens is not tried, only read from the mask
 # The tolerance of logits, relative to their size. A wrong context changes them by about their size.
 _BUDGETS = {torch.float16: 0.05, torch.bfloat16: 0.15}
 _EXACT = 1e-3
@@ -116,8 +118,17 @@ def shape_of(
     return Shape(layers, *seen.shapes.pop(), tuple(sorted(numbers)))
 
 
-def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: int) -> int:
-    """The maximum length of a text in which every row attends to all earlier tokens and positions are unambiguous."""
+class Reach(NamedTuple):
+    """How far back the layers of a model see, and how long its texts may be."""
+
+    positions: int
+    windows: dict[int, Window]
+    """Of the layers that have one shorter than that, by their numbers."""
+
+
+def reach_of(name: str, config: Any, body: Any, tokens: Tensor, positions: int, windows: bool = True) -> Reach:
+    """What the masks of the layers hide. Texts end where positions are ambiguous, and where a row would see something
+    else than all earlier tokens or a window of them; without `windows` also where one begins to hide some."""
     for rule in _rotary_rules(config):
         if rule.get("rope_type", rule.get("type")) in ("dynamic", "longrope"):
             original = rule.get("original_max_position_embeddings")
@@ -127,21 +138,56 @@ def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: 
         config, "attn_temperature_tuning", False
     ):  # Llama 4 scales queries by their place in the rows of a forward
         positions = min(positions, int(getattr(config, "floor_scale", positions)))
-    visibilities: list[Any] = []
+    asked: list[tuple[int | None, Any]] = []
     try:
-        with torch.no_grad(), asked_masks(visibilities):
+        with torch.no_grad(), asked_masks(asked):
             body(input_ids=tokens, use_cache=False)
     except _FAULTS:
-        visibilities = []  # our own masks still run; the comparison below decides
-    kinds = getattr(config, "layer_types", None)
-    chunk = getattr(config, "attention_chunk_size", None) if kinds is None or "chunked_attention" in kinds else None
-    for window in (windowed(config), chunk):
-        positions = positions if window is None else min(positions, int(window))
-    for visible in visibilities:
-        positions = min(positions, _sees_all(visible, min(positions, 1 << 20), tokens.device, positions))
+        asked = []  # our own masks still run; the comparison below decides
+    found: dict[int, Window] = {}
+    for layer, visible in asked:
+        longest = min(positions, 1 << 20)
+        plain = _sees_all(visible, longest, tokens.device, positions)
+        if plain >= positions:
+            continue
+        window = _window_of(visible, plain, longest, tokens.device) if windows and layer is not None else None
+        if window is None or layer is None:
+            positions = min(positions, plain)
+        else:
+            found[layer] = window
+    for layer_kinds, size in _stated(config):
+        # Layers that state a window which no mask of theirs has may compute it themselves.
+        hidden = {window.size for window in found.values()}
+        if size < positions and not (size in hidden and layer_kinds <= found.keys()):
+            positions = size
     if positions < 1:
         refuse("have rows that see what precedes them", name)
-    return positions
+    return Reach(positions, {layer: window for layer, window in found.items() if window.size < positions})
+
+
+def _stated(config: Any) -> Iterator[tuple[set[int], int]]:
+    """The windows of a configuration, and the layers that it names for them."""
+    kinds = getattr(config, "layer_types", None)
+    chunk = getattr(config, "attention_chunk_size", None) if kinds is None or "chunked_attention" in kinds else None
+    for kind, size in (("sliding_attention", windowed(config)), ("chunked_attention", chunk)):
+        if size is not None:
+            yield {layer for layer, other in enumerate(kinds or ()) if other == kind}, int(size)
+
+
+def _window_of(visible: Callable[..., Tensor], size: int, longest: int, device: torch.device) -> Window | None:
+    """The window that hides what `visible` hides from row `size` on; None: it is another rule."""
+    rows = {size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 5 * size // 2, 3 * size, longest - 1}
+    for window in (Window(size), Window(size, chunked=True)) if size else ():
+        if all(_same(visible, window, row, device) for row in sorted(rows) if size - 1 <= row < longest):
+            return window
+    return None
+
+
+def _same(visible: Callable[..., Tensor], window: Window, row: int, device: torch.device) -> bool:
+    keys = torch.arange(row + 1, device=device)
+    zero = torch.zeros_like(keys)
+    shown = torch.as_tensor(visible(zero, zero, zero + row, keys)).expand(keys.shape)
+    return torch.equal(shown, keys >= window.first(keys[-1:]))
 
 
 def _rotary_rules(config: Any) -> Iterator[dict[str, Any]]:
@@ -220,6 +266,12 @@ def prove(name: str, wrapped: Any, twin: Any, tokens: Tensor) -> None:
         refuse(expectation, f"{name}, whose logits then differ by {cached:.0%} of their size")
 
 
+def proof_length(windows: Mapping[int, Window], positions: int) -> int:
+    """Tokens of a proof: enough for the windows to hide some."""
+    tried = [window.size for window in windows.values() if window.size <= _LONGEST_PROOF]
+    return min(TOKENS + max(tried, default=0), positions)
+
+
 def _ours(wrapped: Any, tokens: Tensor, twin_logits: Tensor) -> tuple[float, float]:
     """The differences of a whole forward, and of steps on a cache."""
     causal_model = wrapped.config.attention == "causal"
@@ -230,11 +282,12 @@ def _ours(wrapped: Any, tokens: Tensor, twin_logits: Tensor) -> tuple[float, flo
     if wrapped.config.predicts == "own" or not causal_model:
         everything = wrapped(tokens, mask=full(tokens.shape[1]).plan(64, 64, tokens.device))
         same = min(same, _difference(everything, twin_logits))
-    counts = torch.tensor(_PREFIX, device=tokens.device)
-    cache = wrapped.new_cache(len(tokens), tokens.shape[1] + max(_PREFIX))
-    wrapped(tokens[:, : max(_PREFIX)], cache=cache, counts=counts, mask=_step(max(_PREFIX), tokens.device))
+    prefix = tokens.shape[1] - (TOKENS - max(_PREFIX))
+    counts = torch.tensor([prefix, _PREFIX[1]], device=tokens.device)
+    cache = wrapped.new_cache(len(tokens), tokens.shape[1] + prefix)
+    wrapped(tokens[:, :prefix], cache=cache, counts=counts, mask=_step(prefix, tokens.device))
     cache.commit_(counts)
-    rows = tokens.shape[1] - max(_PREFIX)
+    rows = tokens.shape[1] - prefix
     cached = []
     for first, last in ((0, rows - 1), (rows - 1, rows)):
         where = counts[:, None] + torch.arange(first, last, device=tokens.device)

@@ -10,7 +10,7 @@ experiments: PyTorch's attention over a copy of the prefix and the new tokens, u
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
+from pdkernels.models.architectures.windows import Window, Windows, first_seen, hide, windowed_plan
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 from pdkernels.ops.transformer_ops import apply_rope_
@@ -108,6 +109,52 @@ def cached_visibility(
     return Visibility(visible[:, None], prefix=keys)
 
 
+class Seen(NamedTuple):
+    """What the rows of a forward see in a layer: `visibility`, from `starts` on (`first_seen`; None: from 0)."""
+
+    visibility: Visibility
+    starts: torch.Tensor | None = None
+
+
+def seen_by_layer(
+    windows: Windows,
+    visibility: Visibility,
+    rows: int,
+    device: torch.device,
+    lengths: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+) -> tuple[Seen, ...]:
+    """What each layer's rows see; empty: all layers see what `visibility` says.
+
+    `lengths` ``(batch,)`` are those of the cache, after which the rows have `offsets` (None: 0, 1, ..); None: there is
+    no cache.
+    """
+    different = {window for window in windows if window is not None}
+    if not different:
+        return ()
+    found: dict[Window | None, Seen] = {None: Seen(visibility)}
+    mask = visibility.mask
+    if lengths is not None and isinstance(mask, TilePlan):
+        starts = first_seen(different, lengths, rows, offsets, mask)
+        found |= {window: Seen(visibility, starts[window]) for window in different}
+    elif isinstance(mask, torch.Tensor):
+        where = torch.arange(rows, device=device) if offsets is None else offsets
+        keys = where
+        if lengths is not None:
+            where = lengths[:, None] + where
+            cached = torch.arange(visibility.prefix, device=device).expand(len(lengths), -1)
+            keys = torch.cat([cached, where], 1)
+        for window in different:
+            hidden = hide(mask, window, where[..., None, :], keys[..., None, :])
+            found[window] = Seen(visibility._replace(mask=hidden))
+    else:
+        plan_of = partial(windowed_plan, rows=rows, device=device, mask=mask, positions=offsets)
+        for window in different:
+            plan = plan_of(window)
+            found[window] = Seen(Visibility(plan))
+    return tuple(found[window] for window in windows)
+
+
 class NewRows(NamedTuple):
     """The rows of a forward: their rotation, their visibility, and where their K and V are stored."""
 
@@ -117,6 +164,8 @@ class NewRows(NamedTuple):
     visibility: Visibility
     cache: Cache | None = None
     counts: torch.Tensor | None = None
+    seen: tuple[Seen, ...] = ()
+    """In each layer, if they differ."""
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
@@ -126,9 +175,10 @@ class NewRows(NamedTuple):
         q, k = qk.split_with_sizes((qk.shape[2] - self.kv_heads, self.kv_heads), -2)
         if self.rotation.query_scale is not None:
             q = q * self.rotation.query_scale.to(q.dtype)
+        visibility, starts = self.seen[layer] if self.seen else (self.visibility, None)
         if self.cache is None:
-            return attend(q, k, v, self.visibility)
-        return attend_cached(q, k, v, self.visibility, self.cache, layer, self.counts)
+            return attend(q, k, v, visibility)
+        return attend_cached(q, k, v, visibility, self.cache, layer, self.counts, starts)
 
 
 def rotated(qk: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:
@@ -159,6 +209,7 @@ def attend_cached(
     cache: Cache,
     layer: int,
     counts: torch.Tensor | None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached prefix and each other; their K and V are stored after it."""
     if isinstance(visibility.mask, TilePlan):  # as on any 8-bit cache, see `cached_visibility`
@@ -172,6 +223,7 @@ def attend_cached(
             cache.lengths,
             visibility.mask,
             counts=counts,
+            starts=starts,
             block_table=cache.block_table,
         )
     cache.append_(layer, k, v, counts)
@@ -179,13 +231,19 @@ def attend_cached(
 
 
 def attend_stored(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visibility: Visibility,
+    cache: Cache,
+    layer: int,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens whose K and V, in the form of the cache, are already stored after the prefix."""
     if isinstance(visibility.mask, TilePlan):
         k_cache, v_cache = cache.k[layer], cache.v[layer]
         return speculative_attention(
-            q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, block_table=cache.block_table
+            q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, starts=starts, block_table=cache.block_table
         )
     # The new K and V come from the forward: the cache may not store all of them.
     keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pdkernels._validation import FINITE, check, check_flag, check_int, check_number, check_type
 from pdkernels.models.architectures.rope import FactorScaling, RopeScaling, RopeStyle, YarnScaling
+from pdkernels.models.architectures.windows import Window, checked_windows
 
 
 def _check_sizes(op: str, config: TransformerConfig | RecurrentDepthConfig, names: Iterable[str]) -> None:
@@ -144,6 +145,8 @@ class TransformerConfig:
     them."""
     experts: ExpertsConfig | None = None
     """None: every layer has an MLP of `intermediate_size`."""
+    windows: tuple[Window | None, ...] = ()
+    """What each layer's rows see of the text before them, None: all; empty: no layer has a window."""
 
     def __post_init__(self) -> None:
         op = "TransformerConfig"
@@ -188,6 +191,9 @@ class TransformerConfig:
         if isinstance(scaling, FactorScaling):
             pairs = len(scaling.factors)
             check(pairs == self.head_dim // 2, op, "rope_scaling", f"have {self.head_dim // 2} factors", pairs)
+        checked_windows(op, self.windows, self.layers)
+        valid = self.attention == "causal" or not any(self.windows)
+        check(valid, op, "windows", "be None where rows see what comes after them", self.windows)
         turns = not isinstance(scaling, YarnScaling) or self.rope_theta > 1
         check(turns, op, "rope_theta", "be more than 1 with a YarnScaling", self.rope_theta)
 

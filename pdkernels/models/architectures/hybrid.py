@@ -17,12 +17,14 @@ from pdkernels.cache import Cache, HybridCache, StateShape
 from pdkernels.masks import TilePlan, causal
 from pdkernels.models.architectures import fused, packing, tree_scan
 from pdkernels.models.architectures.attention import (  # fmt: skip
+    Seen,
     Visibility,
     attend,
     attend_cached,
     cached_visibility,
     check_mask,
     check_tokens,
+    seen_by_layer,
     uncached_visibility,
 )
 from pdkernels.models.architectures.caches import new_cache
@@ -127,19 +129,22 @@ class Rows:
         counts: Tensor | None,
         states: States | None,
         pieces: tree_scan.Pieces | None,
+        seen: Sequence[Seen] = (),
     ) -> None:
         self.rotation, self.visibility, self.cache, self.counts = rotation, visibility, cache, counts
-        self.states, self.pieces = states, pieces
+        self.states, self.pieces, self.seen = states, pieces, seen
 
     def rotated(self, x: Tensor, config: HybridConfig) -> Tensor:
         width = config.rotary_width
         turned = apply_rope(x[..., :width], self.rotation, config.rope_style)
         return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, slot: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, slot: int) -> Tensor:
+        """Attention of a layer, which is number `slot` of those with attention."""
+        visibility, starts = self.seen[layer] if self.seen else (self.visibility, None)
         if self.cache is None:
-            return attend(q, k, v, self.visibility)
-        return attend_cached(q, k, v, self.visibility, cast(Cache, self.cache), slot, self.counts)
+            return attend(q, k, v, visibility)
+        return attend_cached(q, k, v, visibility, cast(Cache, self.cache), slot, self.counts, starts)
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
         if self.states is not None:
@@ -209,7 +214,7 @@ class HybridLayer(nn.Module):
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         # Under autocast norms are wider than products.
         q, k = (rows.rotated(x, config).to(v.dtype) for x in (q, k))
-        mixed = rows.attend(q, k, v.contiguous(), self.slot).flatten(-2)
+        mixed = rows.attend(q, k, v.contiguous(), self.index, self.slot).flatten(-2)
         return linear(mixed * gate[0].flatten(-2).sigmoid() if gate else mixed, self.output)
 
     def _conv(self, x: Tensor, rows: Rows) -> Tensor:
@@ -501,7 +506,17 @@ class Hybrid(nn.Module):
         length = tokens.shape[1]
         parents = list(range(-1, length - 1)) if mask is None else _followed(mask, positions)
         pieces = tree_scan.pieces_of(parents, self.config.conv_width - 1)
-        return Rows(self._uncached(tokens, positions), uncached_visibility(mask), None, None, None, pieces)
+        visibility = uncached_visibility(mask)
+        seen = self._seen(visibility, length, None, positions)
+        return Rows(self._uncached(tokens, positions), visibility, None, None, None, pieces, seen)
+
+    def _seen(
+        self, visibility: Visibility, rows: int, lengths: Tensor | None, offsets: Tensor | None
+    ) -> Sequence[Seen]:
+        windows = self.config.windows
+        if windows and visibility.mask is None and not self._has_kernels():
+            visibility = uncached_visibility(causal(rows).plan(64, 64, self.device).dense())
+        return seen_by_layer(windows, visibility, rows, self.device, lengths, offsets)
 
     def _inferred(
         self,
@@ -516,12 +531,14 @@ class Hybrid(nn.Module):
         if cache is None:
             plan = causal(length).plan(64, 64, self.device)
             visibility = uncached_visibility(plan if self._has_kernels() else plan.dense())
-            return Rows(self._uncached(tokens, positions), visibility, None, None, states, None)
+            seen = self._seen(visibility, length, None, positions)
+            return Rows(self._uncached(tokens, positions), visibility, None, None, states, None, seen)
         lengths = cache.lengths.tolist() if cache.device.type == "cpu" else None
         visibility = cached_visibility(cast(Cache, cache), lengths, counts, length, mask)
         offsets = torch.arange(length, device=self.device) if positions is None else positions
         rotation = self._rotation(cache.lengths[:, None] + offsets, cache.capacity + length)
-        return Rows(rotation, visibility, cache, counts, states, None)
+        seen = self._seen(visibility, length, cache.lengths, positions)
+        return Rows(rotation, visibility, cache, counts, states, None, seen)
 
     def _has_kernels(self) -> bool:
         return self.dtype != torch.float64

@@ -19,6 +19,7 @@ from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.architectures.attention import Visibility, attend
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
+from pdkernels.models.architectures.windows import Window, Windows, hide
 from pdkernels.ops.speculative_attention import speculative_attention
 from pdkernels.ops.transformer_ops import apply_rope_, apply_rope_append_
 
@@ -38,6 +39,8 @@ class RecomputedRows(NamedTuple):
     table: Rotation
     """For all positions of the cache."""
     style: RopeStyle
+    windows: Windows = ()
+    """Of each layer."""
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         """Stores K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attends; q's
@@ -71,7 +74,10 @@ class RecomputedRows(NamedTuple):
         positions = self._positions()
         rotation = self.table.at(positions)
         self._store_(apply_rope(k, rotation, self.style), v, positions, layer)
-        seen = torch.arange(self.keys, device=qkv.device) < self.visible[:, None, None, None]
+        keys = torch.arange(self.keys, device=qkv.device)
+        seen = keys < self.visible[:, None, None, None]
+        window = self._window(layer)
+        seen = seen if window is None else hide(seen, window, positions[:, None], keys)
         q = self._scaled(apply_rope(q, rotation, self.style))
         return attend(q, *self.cache.layer(layer, self.keys), Visibility(seen))
 
@@ -79,9 +85,14 @@ class RecomputedRows(NamedTuple):
         """Attention to what is stored; `k` and `v` are not read."""
         cache, nothing = self.cache, nothing_new(q.shape[1], q.device)
         caches = cache.k[layer], cache.v[layer]
+        window = self._window(layer)
+        starts = None if window is None else window.first(self._positions())
         return speculative_attention(
-            self._scaled(q), k, v, *caches, self.visible, nothing, block_table=cache.block_table
+            self._scaled(q), k, v, *caches, self.visible, nothing, starts=starts, block_table=cache.block_table
         )
+
+    def _window(self, layer: int) -> Window | None:
+        return self.windows[layer] if self.windows else None
 
     def _positions(self) -> torch.Tensor:
         """`(batch, rows)` positions; those of padding are arbitrary positions of the cache."""
@@ -113,6 +124,7 @@ def recomputed_rows(
     slots: torch.Tensor | None,
     counts: torch.Tensor | None,
     visible: torch.Tensor,
+    windows: Windows = (),
 ) -> RecomputedRows:
     """Makes the `RecomputedRows` for rows of this `shape` `(batch, rows)`; see `Transformer.recompute`."""
     batch, rows = shape
@@ -131,7 +143,7 @@ def recomputed_rows(
     keys = cache.capacity
     if device.type == "cpu" and batch and not torch.compiler.is_compiling():
         keys = _check_values(cache, starts, slots, visible)
-    return RecomputedRows(cache, starts, slots, visible, keys, table, style)
+    return RecomputedRows(cache, starts, slots, visible, keys, table, style, windows)
 
 
 def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor) -> int:

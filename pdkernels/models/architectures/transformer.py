@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
+from pdkernels._attention import takes_head_dim
+from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache, PagePool
 from pdkernels.masks import TilePlan
@@ -27,6 +28,7 @@ from pdkernels.models.architectures.attention import (
     cached_visibility,
     check_mask,
     check_tokens,
+    seen_by_layer,
     uncached_visibility,
 )
 from pdkernels.models.architectures.caches import new_cache, new_pool
@@ -283,11 +285,12 @@ class Transformer(nn.Module):
         if cache is None:
             visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
             rows = self._new_rows(self._uncached_rotation(tokens, positions), visibility)
-            return self._run(tokens, rows, gate, states)
+            return self._run(tokens, self._windowed(rows, tokens.shape[1], None, positions), gate, states)
         # The cache has no autograd graph, so a forward on it has none either.
         with torch.no_grad():
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
-            return self._run(tokens, self._new_rows(rotation, visibility, cache, counts), gate, states)
+            rows = self._new_rows(rotation, visibility, cache, counts)
+            return self._run(tokens, self._windowed(rows, tokens.shape[1], cache.lengths, positions), gate, states)
 
     def recompute(
         self,
@@ -341,7 +344,7 @@ class Transformer(nn.Module):
         with torch.no_grad():
             table = self._rope(cache.capacity)
             recomputed = recomputed_rows(
-                cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible
+                cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible, self.config.windows
             )
             return self._run(tokens, recomputed, None)
 
@@ -429,6 +432,22 @@ class Transformer(nn.Module):
         self, rotation: Rotation, visibility: Visibility, cache: Cache | None = None, counts: torch.Tensor | None = None
     ) -> NewRows:
         return NewRows(rotation, self.config.rope_style, self.config.kv_heads, visibility, cache, counts)
+
+    def _windowed(
+        self, rows: NewRows, count: int, lengths: torch.Tensor | None, offsets: torch.Tensor | None
+    ) -> NewRows:
+        """The rows with what they see in each layer; `offsets` are their positions after `lengths`."""
+        windows = self.config.windows
+        if not windows:
+            return rows
+        visibility = rows.visibility
+        if visibility.mask is None and not self._has_kernels():
+            triangle = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()
+            visibility = uncached_visibility(triangle)
+        return rows._replace(seen=seen_by_layer(windows, visibility, count, self.device, lengths, offsets))
+
+    def _has_kernels(self) -> bool:
+        return self.dtype in KERNEL_DTYPES and takes_head_dim(self.config.head_dim)
 
     def _run(
         self,

@@ -121,6 +121,8 @@ class LayersArguments(NamedTuple):
     scale: float
     eps: float
     routing: RoutingArguments
+    starts: list[Tensor | None]
+    """Of each layer; empty: all see their rows from the first one on."""
 
 
 # Not one of the public ops: it serves the models alone, has no other device, and its reference is `Layer`.
@@ -172,6 +174,7 @@ def run_layers(
         scale=cache.head_dim**-0.5,
         eps=config.norm_eps,
         routing=RoutingArguments.of(config.experts),
+        starts=[seen.starts for seen in (rows.seen if span is None else rows.seen[span])],
     )
     try:
         results: tuple[Tensor, Tensor] = run_counted(_run, flat(arguments), _WRITES)

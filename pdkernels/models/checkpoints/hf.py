@@ -14,6 +14,7 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.windows import Window
 from pdkernels.models.checkpoints.hf_experts import LLADA_MOE, READERS, expert_parts, read_experts
 from pdkernels.models.checkpoints.hf_rope import read_rope
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
@@ -36,6 +37,8 @@ class _Defaults(NamedTuple):
     null_head_dim: bool = True
     """A null is that of hidden_size too, not an error."""
     eps: float = 1e-6
+    windows: bool = False
+    """Whether windows are computed; otherwise one that hides something is refused."""
     window: int | None = None
     switched: bool = False
     """Whether use_sliding_window enables windows, from layer max_window_layers on."""
@@ -58,25 +61,35 @@ _QWEN2 = _Defaults(
     positions=32768, kv_heads=32, null_head_dim=False, window=4096, switched=True, bias=True, qkv_bias=True
 )
 _QWEN3 = _QWEN2._replace(head_dim=128, qkv_bias=False, qk_norm=True)
+_WINDOWED = {"windows": True}
 _QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, head_dim=None, all_slide=True)
 # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2
 # has the same layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that
 # predict their own token.
 _DEFAULTS = {
-    "qwen2": _QWEN2,
-    "qwen3": _QWEN3,
+    "qwen2": _QWEN2._replace(**_WINDOWED),
+    "qwen3": _QWEN3._replace(**_WINDOWED),
     "llama": _Defaults(positions=2048, bias=True),
-    "mistral": _Defaults(positions=131072, kv_heads=8, null_kv_heads=False, window=4096, unswitched=True),
+    "mistral": _Defaults(positions=131072, kv_heads=8, null_kv_heads=False, windows=True, window=4096, unswitched=True),
     "ministral3": _Defaults(
-        positions=262144, kv_heads=8, null_kv_heads=False, head_dim=128, null_head_dim=False, eps=1e-5, unswitched=True
+        positions=262144,
+        kv_heads=8,
+        null_kv_heads=False,
+        head_dim=128,
+        null_head_dim=False,
+        eps=1e-5,
+        windows=True,
+        unswitched=True,
     ),
     MIMO: _QWEN2,
     "Dream": _QWEN2._replace(attention="bidirectional"),
     "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
     "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
     NEMOTRON: _Defaults(positions=262144, kv_heads=8, eps=1e-5),
-    "qwen3_moe": _QWEN3_MOE,
-    "mixtral": _Defaults(positions=131072, kv_heads=8, null_kv_heads=False, eps=1e-5, theta=1e6, unswitched=True),
+    "qwen3_moe": _QWEN3_MOE._replace(**_WINDOWED),
+    "mixtral": _Defaults(
+        positions=131072, kv_heads=8, null_kv_heads=False, eps=1e-5, theta=1e6, windows=True, unswitched=True
+    ),
     "olmoe": _Defaults(positions=4096, null_head_dim=False, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True),
     "sdar_moe": _QWEN3_MOE._replace(mask_token=151669, predicts="own"),
     # Its config.json names no mask token.
@@ -102,8 +115,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     """The `TransformerConfig` of a parsed `config.json`.
 
     Raises ValueError for fields that are missing or of the wrong kind, NotImplementedError for what the transformer
-    does not compute (another architecture, activation, RoPE scaling or a sliding window), so that no checkpoint gives
-    wrong results.
+    does not compute (another architecture, activation or RoPE scaling), so that no checkpoint gives wrong results.
 
     >>> from_hf_config({"model_type": "qwen2", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
     ...                 "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}).qkv_bias
@@ -128,7 +140,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             fields, stated, kind in ("ministral3", NEMOTRON), kind == "ministral3", defaults.theta
         )
     positions = stated if scaling is None else scaling.reach(stated)
-    _check_window(fields, defaults, positions)
+    windows = _windows(fields, defaults, positions)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = max(hidden // heads, 1)
     llama, reads_bias = kind == "llama", kind == "llama" or defaults.qk_norm
@@ -166,11 +178,12 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             predicts=defaults.predicts,
             max_positions=positions,
             experts=experts,
+            windows=windows,
         )
 
 
-def _check_window(fields: Fields, defaults: _Defaults, positions: int) -> None:
-    """Refuses layers with a window that is shorter than the longest text."""
+def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Window | None, ...]:
+    """Of each layer; empty: none is shorter than the longest text."""
     layers = fields.integer("num_hidden_layers")
     types = fields.get("layer_types") or []
     valid = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
@@ -180,20 +193,23 @@ def _check_window(fields: Fields, defaults: _Defaults, positions: int) -> None:
     )
     other = next((kind for kind in types if kind not in allowed), "full_attention")
     demand(other in allowed, "layer_types", "be 'full_attention' for every layer", shown(other))
+    slides = [defaults.unswitched or fields.flag("use_sliding_window", True, null=False)] * layers
     if defaults.switched:
         switched = fields.flag("use_sliding_window", False)
         first = fields.integer("max_window_layers", 28, minimum=0, null=0 if defaults.all_slide else None)
-        slides = switched and (defaults.all_slide or first < layers)
+        slides = [switched and (defaults.all_slide or first <= layer) for layer in range(layers)]
         if types and not defaults.all_slide:
-            slides = "sliding_attention" in types
-            demand(
-                switched or not slides, "layer_types", "be 'full_attention' without use_sliding_window", "other layers"
-            )
-    else:
-        slides = defaults.unswitched or fields.flag("use_sliding_window", True, null=False)
-    window = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else defaults.window
-    valid = not slides or window is None or window >= positions
-    demand(valid, "sliding_window", f"be absent or cover all {positions} positions", window)
+            slides = [kind == "sliding_attention" for kind in types]
+            check(len(slides) == layers, OP, "config.json: layer_types", f"name {layers} layers", len(slides))
+            expectation = "be 'full_attention' without use_sliding_window"
+            demand(switched or not any(slides), "layer_types", expectation, "other layers")
+    size = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else defaults.window
+    if size is None or size >= positions or not any(slides):
+        return ()
+    demand(defaults.windows, "sliding_window", f"be absent or cover all {positions} positions", size)
+    # Their classes differ in which of the two they follow.
+    demand(not (types and defaults.unswitched), "layer_types", f"be absent beside a sliding_window of {size}", "one")
+    return tuple(Window(size) if slide else None for slide in slides)
 
 
 def layout(config: TransformerConfig, kind: str = "") -> Layout:

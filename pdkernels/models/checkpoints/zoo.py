@@ -30,6 +30,7 @@ from pdkernels.models.architectures.rope import (
     YarnScaling,
 )
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
+from pdkernels.models.architectures.windows import Window
 from pdkernels.models.checkpoints import gguf, hf, huginn, hybrid_hf, llada, llada2
 from pdkernels.models.checkpoints.adapters import MASK_FILE, read_adapter, read_mask_token
 from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
@@ -293,6 +294,8 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
         fields["experts"] = ExpertsConfig(
             **{**fields["experts"], "dense_layers": tuple(fields["experts"]["dense_layers"])}
         )
+    windows = fields.pop("windows", ())
+    fields["windows"] = tuple(None if window is None else Window(**window) for window in windows)
     mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
     plan_tokens = PlanTokens(**json.loads(metadata["plan_tokens"])) if "plan_tokens" in metadata else None
     # Before there was a second architecture, none was stored.

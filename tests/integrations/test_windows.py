@@ -1,0 +1,147 @@
+"""Models of transformers whose layers have windows, on texts longer than these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pdkernels as pd
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5.20")
+from pdkernels.integrations.transformers import PdCache, from_transformers, generate, register, wrap  # noqa: E402
+from pdkernels.integrations.transformers._probe import _window_of  # noqa: E402
+from pdkernels.models.architectures.windows import Window  # noqa: E402
+from tests.decoding.lossless_sweep import METHODS  # noqa: E402
+from tests.integrations.test_shadow import small  # noqa: E402
+from tests.support.drafters import dflash_head, eagle_head, small_drafter  # noqa: E402
+from tests.support.transformers_names import CACHE  # noqa: E402
+
+MIXED = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mistral": {},
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16},
+    "Gemma3Text": {"layer_types": MIXED, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "GptOss": EXPERTS,
+    "Olmo3": {"layer_types": MIXED},
+    "Phi3": {},
+    "Cohere2": {"layer_types": MIXED},
+    "Exaone4": {"layer_types": MIXED},
+    "Llama4Text": {"layer_types": ["chunked_attention", "full_attention"], **EXPERTS, "intermediate_size_mlp": 48},
+}
+LONG = [(7 * i) % 50 + 3 for i in range(140)]
+PROMPTS = [[5, 9, 2, 33, 17, 8, 4], [7], LONG[:21]]
+NEW = 30
+
+
+def model_with(family: str, window: int) -> Any:
+    field = "attention_chunk_size" if family == "Llama4Text" else "sliding_window"
+    return small(family, **{**FAMILIES[family], field: window, "max_position_embeddings": 512})
+
+
+def theirs(model: Any, prompt: list[int], cached: bool = True, **more: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    settings = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "use_cache": cached}
+    out = model.generate(ids, max_new_tokens=NEW, do_sample=False, **settings, **more)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.covering(of=["family"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("window", [1, 7, 16, 128])
+@pytest.mark.filterwarnings("ignore")
+def test_greedy_tokens_are_those_of_transformers(family: str, window: int) -> None:
+    """A sliding cache of transformers with a window of 1 keeps all rows instead of none, so there it has no cache."""
+    model = model_with(family, window)
+    wrapped = wrap(model)
+    assert wrapped.config.max_positions == 512
+    assert {found.size for found in wrapped.config.windows.values()} == {window}
+    makers: dict[str, Any] = {"draft_model": small_drafter, "eagle": eagle_head, "dflash": dflash_head}
+    wrapped.drafters = {method: make(wrapped) for method, make in makers.items()}
+    prompts = [*PROMPTS[:2], LONG] if window == 128 else PROMPTS
+    expected = [theirs(model, prompt, cached=window > 1) for prompt in prompts]
+    for number, method in enumerate(("autoregressive", "jacobi", "jacobi_multiblock", "suffix", *makers)):
+        for options in METHODS.get(method, [{}])[::-1]:
+            more = {"page_size": (None, 7)[number % 2], **options}
+            found = pd.decoding.generate(wrapped, prompts, method, max_new_tokens=NEW, end_tokens=(), **more).tokens
+            assert [tokens.tolist() for tokens in found] == expected, method
+
+
+@pytest.mark.parametrize("family", ["Mistral", "GptOss", "Gemma3Text"])
+@pytest.mark.filterwarnings("ignore")
+def test_bits_do_not_depend_on_the_method(family: str) -> None:
+    model = model_with(family, 7).to(torch.bfloat16)
+    wrapped = wrap(model)
+    greedy = [pd.decoding.generate(wrapped, prompt, max_new_tokens=NEW, end_tokens=()).tokens for prompt in PROMPTS]
+    for options in ({"block_size": 12}, {"draft": "lookup", "page_size": 7}):
+        found = pd.decoding.generate(wrapped, PROMPTS, "jacobi", max_new_tokens=NEW, end_tokens=(), **options).tokens
+        assert all(torch.equal(a, b) for a, b in zip(found, greedy, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_custom_generate_passes_the_window() -> None:
+    model = model_with("GptOss", 16)
+    assert theirs(model, PROMPTS[2], custom_generate=generate) == theirs(model, PROMPTS[2])
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3Text", "GptOss"])
+@pytest.mark.parametrize("window", [7, 16])
+@pytest.mark.filterwarnings("ignore")
+def test_our_cache_with_windows(family: str, kind: Any, window: int) -> None:
+    """Their own generation on it, and a draft that is cropped again further back than the window."""
+    model = model_with(family, window)
+    expected = [theirs(model, prompt) for prompt in PROMPTS]
+    register()
+    model.set_attn_implementation("pdkernels")
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        cache = PdCache(model.config, 1, 64, kind=kind, page_size=4)
+        assert theirs(model, prompt, **{CACHE: cache}) == tokens
+    ids = torch.tensor([LONG[:60]])
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = PdCache(model.config, 1, 64, kind=kind, page_size=4)
+        model(ids[:, :30], **{CACHE: cache})
+        model(ids[:, 40:60], **{CACHE: cache})
+        cache.crop(-40)  # back to 10, which is further than the window
+        for first, last in ((10, 11), (11, 45), (45, 60)):
+            logits = model(ids[:, first:last], **{CACHE: cache}).logits
+            torch.testing.assert_close(logits, whole[:, first:last], atol=3e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_through_a_window_on_a_cache() -> None:
+    model = model_with("Mistral", 7)
+    register()
+    model.set_attn_implementation("pdkernels")
+    ids, grads = torch.tensor([LONG[:30]]), []
+    for implementation in ("pdkernels", "sdpa"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            model(ids[:, :20], **{CACHE: cache})
+        model(ids[:, 20:], **{CACHE: cache}).logits.square().mean().backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+def test_converted_models_have_the_windows(family: str) -> None:
+    more = {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16} if family.startswith("Qwen") else {}
+    model = small(family, **more, sliding_window=7, max_position_embeddings=512)
+    converted = from_transformers(model)
+    for prompt in PROMPTS:
+        found = pd.decoding.generate(converted, prompt, "jacobi", max_new_tokens=NEW, end_tokens=(), block_size=9)
+        assert found.tokens.tolist() == theirs(model, prompt)
+
+
+def test_a_rule_that_is_no_window_ends_texts_where_it_hides_something() -> None:
+    device = torch.device("cpu")
+    assert _window_of(lambda b, h, q, k: k > q - 9, 9, 100, device) == Window(9)
+    assert _window_of(lambda b, h, q, k: k // 9 == q // 9, 9, 100, device) == Window(9, chunked=True)
+    assert _window_of(lambda b, h, q, k: (k > q - 9) | (k == 0), 9, 100, device) is None
+    assert _window_of(lambda b, h, q, k: (k > q - 9) & ((q < 50) | (k > q - 5)), 9, 100, device) is None
