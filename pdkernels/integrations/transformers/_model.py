@@ -466,7 +466,12 @@ def _measured(
     )
     tokens = random_tokens(model, 2, TOKENS)
     positions = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
-    reach = reach_of(name, config, body, tokens, positions, windows=attention == "causal")
+
+    def run(tokens: Tensor) -> None:
+        with using(States(None, *tokens.shape, model.device)) if recurrent else nullcontext():
+            body(input_ids=tokens, use_cache=False)
+
+    reach = reach_of(name, config, run, tokens, positions, windows=attention == "causal")
     sizes = WrappedConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

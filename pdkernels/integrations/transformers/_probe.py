@@ -126,8 +126,10 @@ class Reach(NamedTuple):
     """Of the layers that have one shorter than that, by their numbers."""
 
 
-def reach_of(name: str, config: Any, body: Any, tokens: Tensor, positions: int, windows: bool = True) -> Reach:
-    """What the masks of the layers hide. Texts end where positions are ambiguous, and where a row would see something
+def reach_of(
+    name: str, config: Any, run: Callable[[Tensor], Any], tokens: Tensor, positions: int, windows: bool = True
+) -> Reach:
+    """What the masks of the layers hide, if `run` runs them on tokens alone. Texts end where positions are ambiguous, and where a row would see something
     else than all earlier tokens or a window of them; without `windows` also where one begins to hide some."""
     for rule in _rotary_rules(config):
         if rule.get("rope_type", rule.get("type")) in ("dynamic", "longrope"):
@@ -141,7 +143,7 @@ def reach_of(name: str, config: Any, body: Any, tokens: Tensor, positions: int, 
     asked: list[tuple[int | None, Any]] = []
     try:
         with torch.no_grad(), asked_masks(asked):
-            body(input_ids=tokens, use_cache=False)
+            run(tokens)
     except _FAULTS:
         asked = []  # our own masks still run; the comparison below decides
     found: dict[int, Window] = {}
@@ -172,6 +174,9 @@ def _stated(config: Any) -> Iterator[tuple[set[int], int]]:
     for kind, size in (("sliding_attention", windowed(config)), ("chunked_attention", chunk)):
         if size is not None:
             yield {layer for layer, other in enumerate(kinds or ()) if other == kind}, int(size)
+    special = {layer for layer, kind in enumerate(kinds or ()) if "sliding" in kind and kind != "sliding_attention"}
+    if special and getattr(config, "sliding_window", None):  # Unlimited-OCR: its cache hides what no mask does
+        yield special, int(config.sliding_window)
 
 
 def _window_of(visible: Callable[..., Tensor], size: int, longest: int, device: torch.device) -> Window | None:
