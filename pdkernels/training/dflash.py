@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -14,6 +14,7 @@ from pdkernels._validation import check, check_choice, check_number, check_shape
 from pdkernels.masks import AnchoredMask, anchored
 from pdkernels.models import Transformer
 from pdkernels.models.architectures.rope import apply_rope
+from pdkernels.models.architectures.windows import Window
 from pdkernels.models.drafters import DFlashConfig, DFlashHead
 from pdkernels.ops import block_sparse_attention
 from pdkernels.training.eagle import ABSENT, check_numbers, copy_layer_, usual_taps
@@ -64,7 +65,7 @@ def new_dflash_head(
     check_type(type(layers) is int, op, "layers", "be an int", type(layers).__name__)
     check(1 <= layers <= config.layers, op, "layers", f"be in 1 .. {config.layers}, the target's", layers)
     taps = usual_taps(config.layers) if taps is None else tuple(taps)
-    body = replace(config, layers=layers, experts=None, **{**ABSENT, "qk_norm": True})  # layers of Qwen3
+    body = replace(config, layers=layers, experts=None, windows=(), **{**ABSENT, "qk_norm": True})  # layers of Qwen3
     drafted = config.vocab_size if vocabulary is None else len(vocabulary)
     own_head = vocabulary is not None
     head_config = DFlashConfig(body, taps, block_size, mask_token, drafted, sample_from_anchor, own_head=own_head)
@@ -131,12 +132,17 @@ class DFlashLoss(NamedTuple):
 class _Blocks:
     """The attention of the rows of blocks: they see the features before their anchor, as K and V, and each other."""
 
-    def __init__(self, head: DFlashHead, hidden: Tensor, mask: AnchoredMask) -> None:
+    def __init__(
+        self, head: DFlashHead, hidden: Tensor, mask: AnchoredMask, windowed: Callable[[Window], AnchoredMask]
+    ) -> None:
         self._body, self._layers, self._hidden = head.config.body, head.layers, hidden
         positions = mask.positions.to(hidden.device)
         table = head.tables.covering(int(mask.positions.max()) + 1, hidden.device, hidden.dtype)
         self._context, self._own = table.at(positions[: mask.base_len]), table.at(positions[mask.base_len :])
-        self._plan = mask.queries.plan(_TILE, _TILE, hidden.device)
+        windows: Any = head.config.body.windows or (None,) * head.config.body.layers
+        masks = {window: mask if window is None else windowed(window) for window in set(windows)}
+        plans = {window: own.queries.plan(_TILE, _TILE, hidden.device) for window, own in masks.items()}
+        self._plans = [plans[window] for window in windows]
 
     def attend_(self, qkv: Tensor, layer: int) -> Tensor:
         body: Any = self._body
@@ -147,7 +153,7 @@ class _Blocks:
         if self._own.query_scale is not None:
             q = q * self._own.query_scale.to(q.dtype)
         keys = apply_rope(keys, self._context, body.rope_style)
-        return block_sparse_attention(q, torch.cat([keys, k], 1), torch.cat([values, v], 1), self._plan)
+        return block_sparse_attention(q, torch.cat([keys, k], 1), torch.cat([values, v], 1), self._plans[layer])
 
 
 def dflash_loss(
@@ -184,7 +190,7 @@ def dflash_loss(
 
     Returns:
         The block at anchor a has the known token a and masks, at positions a, a + 1, ... As while drafting, its rows
-        see the features before row a, and each other. The mask at position p learns what row p - 1 of the target says;
+        see the features before row a, and each other, as far as windows of the head's layers let them. The mask at position p learns what row p - 1 of the target says;
         with ``sample_from_anchor`` row p of the block does so for row p. Rows past the end of their text, and those
         that are not scored, do not count.
 
@@ -235,7 +241,11 @@ def dflash_loss(
     blocks[:, 0] = tokens[0, mask.anchors.to(device)]
     inputs = blocks.view(1, -1)
     embedded = head.embed(inputs) if embedding is None else F.embedding(inputs, embedding)
-    hidden = head.run(embedded, _Blocks(head, head.fused(features), mask).attend_)
+
+    def windowed(window: Window) -> AnchoredMask:
+        return anchored(lengths, anchors, size, inside="full" if config.whole_blocks else "causal", window=window.size)
+
+    hidden = head.run(embedded, _Blocks(head, head.fused(features), mask, windowed).attend_)
     logits = head.logits(hidden[0, chosen], shared).float()
 
     counts = scored[0, taught]

@@ -73,7 +73,7 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     config = model.config
     check_numbers("training.new_eagle_head", model)
     taps = usual_taps(config.layers) if taps is None else tuple(taps)
-    body = replace(config, layers=1, experts=None, **ABSENT)
+    body = replace(config, layers=1, experts=None, windows=(), **ABSENT)
     head_config = EagleConfig(body, tuple(taps), len(vocabulary), config.hidden_size, own_embedding=False)
     head: Any = EagleHead(head_config)
     last: Any = model.layers[-1]

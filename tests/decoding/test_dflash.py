@@ -11,12 +11,15 @@ from pdkernels.decoding import generate
 from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
 from pdkernels.models import Transformer
+from pdkernels.models.architectures.windows import Window
 from tests.decoding.test_eagle import LIMIT, PROMPTS, VOCABULARY, a_model
 from tests.support.drafters import dflash_head, eagle_head
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "from the anchor": {"sample_from_anchor": True, "own_embedding": True},
+    "windows": {"windows": (Window(4), None)},
+    "windows, whole blocks": {"windows": (Window(2), Window(2)), "whole_blocks": True},
     "the target's head": {"own_head": False, "draft_vocab_size": VOCABULARY},
 }
 
@@ -91,7 +94,7 @@ def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
 def test_lossless_in_every_dtype(dtype: torch.dtype, page_size: int | None) -> None:
     for seed in range(2):
         model = a_model(seed).to(dtype)
-        head = a_head(model, seed)
+        head = a_head(model, seed, windows=(None, Window(3)) if seed else ())
         for drawn in ({}, {"temperature": 0.9, "seed": seed, "top_k": 6, "top_p": 0.9}):
             expected = generate(model, PROMPTS, max_new_tokens=20, end_tokens=(), **drawn).tokens
             for size in (2, None):

@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import pdkernels as pd
 from pdkernels.models import DFlashConfig, DFlashHead, Transformer, TransformerConfig, load_drafter, save_drafter
+from pdkernels.models.architectures.rope import apply_rope
+from pdkernels.models.architectures.windows import Window
+from pdkernels.models.drafters.parts import window_config
 from tests.models.test_eagle_folders import LLAMA3, SIZES, TARGET, without_data
 
 BODY = {"vocab_size": 40, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "tied_head": False}
@@ -20,6 +23,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reduced vocabulary": ({}, {"draft_vocab_size": 12}),
     "the target's head": ({}, {"own_head": False}),
     "one layer, from the anchor": ({"layers": 1}, {"sample_from_anchor": True, "draft_vocab_size": 12}),
+    "windows": ({"windows": (Window(5), None)}, {"draft_vocab_size": 12}),
+    "windows, whole blocks": ({"windows": (Window(1), Window(1))}, {"whole_blocks": True}),
     "biases": ({"qkv_bias": True, "output_bias": True}, {"taps": (0, 6), "own_embedding": True}),
 }
 
@@ -40,6 +45,47 @@ def a_head(variant: str) -> DFlashHead:
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1))
         head.vocabulary.copy_(torch.randperm(40)[: len(head.vocabulary)].sort().values)
     return head.requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("variant", ["windows", "windows, whole blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_of_a_block_see_what_their_windows_say(variant: str, dtype: torch.dtype) -> None:
+    """The rule of speculators, pair by pair: the last rows of the context, as many as the window, for every row of the block; and of
+    the block the rows up to its own, or all of them."""
+    head = a_head(variant).to(dtype)
+    body, size = head.config.body, head.config.block_size
+    features, embedded = torch.randn(2, 9, 3, 32, dtype=dtype), torch.randn(2, size, 32, dtype=dtype)
+    lengths = [9, 4]
+    cache = head.new_cache(2, 9 + size)
+    head.read(head.fused(features), cache=cache, counts=torch.tensor(lengths))
+    cache.commit_(torch.tensor(lengths))
+    found = head(embedded, cache=cache)
+    for sequence, length in enumerate(lengths):
+        context = head.fused(features[sequence : sequence + 1, :length])
+
+        def attend(
+            qkv: torch.Tensor, layer: int, context: torch.Tensor = context, length: int = length
+        ) -> torch.Tensor:
+            window = body.windows[layer]
+            table = head.tables.covering(length + size, torch.device("cpu"), dtype)
+            k, v = head.layers[layer].project(context)[:, :, body.heads :].split(body.kv_heads, 2)
+            q, own_k, own_v = qkv.split([body.heads, body.kv_heads, body.kv_heads], 2)
+            q, own_k = (apply_rope(x, table.span(length, size), "half") for x in (q, own_k))
+            k, v = torch.cat([apply_rope(k, table.span(0, length), "half"), own_k], 1), torch.cat([v, own_v], 1)
+            seen = torch.zeros(size, length + size, dtype=torch.bool)
+            for row in range(size):
+                for key in range(length + size):
+                    if key < length:
+                        seen[row, key] = window is None or key >= length - window.size
+                    else:
+                        seen[row, key] = window is None or head.config.whole_blocks or key - length <= row
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, enable_gqa=True
+            )
+            return mixed.transpose(1, 2)
+
+        expected = head.run(embedded[sequence : sequence + 1], attend)
+        torch.testing.assert_close(found[sequence : sequence + 1], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -100,7 +146,17 @@ BROKEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "windows": (
         {"layer_types": ["full_attention", "sliding_attention"]},
         NotImplementedError,
-        r"layer_types must be full_attention alone, got \['sliding_attention'\]",
+        "layer_types must be 'full_attention' without use_sliding_window, got other layers",
+    ),
+    "no window": (
+        {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 0},
+        ValueError,
+        "sliding_window must be .* got 0",
+    ),
+    "a negative window": (
+        {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": -4},
+        ValueError,
+        "sliding_window must be .* got -4",
     ),
     "hidden size": (
         {"target_hidden_size": 48},
@@ -128,7 +184,7 @@ def test_what_differs_is_named(what: str, target: Transformer, tmp_path: Path) -
     file = tmp_path / "head" / "config.json"
     config = json.loads(file.read_text())
     for name, value in changes.items():
-        inner = name in config["transformer_layer_config"] or name == "layer_types"
+        inner = name in config["transformer_layer_config"] or name == "layer_types" or "sliding_window" in name
         (config["transformer_layer_config"] if inner else config)[name] = value
     file.write_text(json.dumps(config))
     with pytest.raises(kind, match=words):
@@ -173,6 +229,7 @@ def test_the_forward_of_speculators(
         attention_bias=body.qkv_bias,
         tie_word_embeddings=False,
         rope_parameters=rope or {"rope_type": "default", "rope_theta": body.rope_theta},
+        **window_config(body),
     )
     layer._attn_implementation = "eager"
     made = speculators.DFlashSpeculatorConfig(
@@ -182,6 +239,7 @@ def test_the_forward_of_speculators(
         aux_hidden_state_layer_ids=list(config.taps),
         mask_token_id=config.mask_token,
         sample_from_anchor=config.sample_from_anchor,
+        sliding_window_non_causal=config.whole_blocks,
     )
     model = speculators.DFlashDraftModel(made).eval()
     state = load_file(folder / "model.safetensors")

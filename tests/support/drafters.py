@@ -51,6 +51,7 @@ def dflash_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes
         intermediate_size=24,
         tied_head=False,
         qk_norm=True,
+        windows=changes.pop("windows", ()),
     )
     known: dict[str, Any] = {"draft_vocab_size": max(1, config.vocab_size - 2), "block_size": 5, "mask_token": 0}
     made = DFlashConfig(body, taps or (0, config.layers), **{**known, **changes})

@@ -14,6 +14,8 @@ from torch import Tensor
 from pdkernels.decoding import generate
 from pdkernels.models import save_drafter
 from pdkernels.models.architectures.config import ExpertsConfig
+from pdkernels.models.architectures.windows import Window
+from pdkernels.models.drafters.parts import window_config
 from pdkernels.training import dflash_loss, draw_anchors, new_dflash_head
 from tests.models.test_eagle_folders import without_data
 from tests.support.drafters import dflash_head
@@ -23,6 +25,8 @@ TAPS = (1, 2, 4)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "from the anchor": {"sample_from_anchor": True, "own_embedding": True},
+    "windows": {"windows": (Window(3), None)},
+    "windows, whole blocks": {"windows": (Window(1), Window(3)), "whole_blocks": True},
     "the target's head": {"own_head": False, "draft_vocab_size": 12},
 }
 
@@ -100,7 +104,8 @@ def test_each_term_is_that_of_a_block_on_a_cache(variant: str, labels: Any) -> N
     torch.testing.assert_close(found.agreed, right / counted)
 
 
-def test_the_loss_of_speculators(tmp_path: Path) -> None:
+@pytest.mark.parametrize("windows", [(), (Window(4), None)], ids=str)
+def test_the_loss_of_speculators(windows: tuple[Window | None, ...], tmp_path: Path) -> None:
     """The same head in their code, with the anchors that it draws: the same loss, up to the divisor, and the same gradients."""
     transformers = pytest.importorskip("transformers", reason="speculators needs it")
     with without_data():
@@ -109,11 +114,13 @@ def test_the_loss_of_speculators(tmp_path: Path) -> None:
         )
         from speculators.losses import resolve_loss_config
     model = a_model(vocab_size=40)
-    head = dflash_head(model, 1, TAPS, own_head=False, draft_vocab_size=40).requires_grad_(True)
+    head = dflash_head(model, 1, TAPS, own_head=False, draft_vocab_size=40, windows=windows).requires_grad_(True)
     config, body = head.config, head.config.body
     sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": body.layers, "num_attention_heads": body.heads}
     sizes |= {"num_key_value_heads": body.kv_heads, "head_dim": body.head_dim, "intermediate_size": 24}
-    layer = transformers.Qwen3Config(**sizes, rms_norm_eps=body.norm_eps, tie_word_embeddings=False)
+    layer = transformers.Qwen3Config(
+        **sizes, rms_norm_eps=body.norm_eps, tie_word_embeddings=False, **window_config(body)
+    )
     layer._attn_implementation = "eager"
     made = library.DFlashSpeculatorConfig(
         transformer_layer_config=layer,

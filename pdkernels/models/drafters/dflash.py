@@ -3,7 +3,8 @@ hidden states.
 
 Source: "DFlash" (arXiv 2602.06036). Row i of the context is the features of the target's row i, projected to K and V in
 every layer; it is no row of the residual. The block holds the known token and masks. Its rows see the whole context and
-each other.
+each other; in a layer with a window of w the last w rows of the context, and of the block, unless the head says
+otherwise, what comes before them (speculators, models/dflash/attention.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from pdkernels._validation import check, check_flag, check_type
 from pdkernels.cache import Cache
-from pdkernels.masks import TilePlan, full
-from pdkernels.models.architectures.attention import rotated
+from pdkernels.masks import TilePlan, causal, full
+from pdkernels.models.architectures.attention import Seen, Visibility, rotated
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.layer import Layer, Matrix
@@ -50,6 +51,9 @@ class DFlashConfig(DrafterConfig):
     """False: tokens have the target's embedding."""
     own_head: bool = True
     """False: rows are multiplied by the target's head."""
+    whole_blocks: bool = False
+    """Whether rows see their whole block in layers with a window too; otherwise they see it up to themselves there. Of
+    the context they see the last rows, as many as `body.windows` says for the layer."""
 
     def __post_init__(self) -> None:
         body = self.body
@@ -58,8 +62,10 @@ class DFlashConfig(DrafterConfig):
         for name in ("block_size", "mask_token", "draft_vocab_size"):
             value = getattr(self, name)
             check_type(type(value) is int, _OP, name, "be an int", type(value).__name__)
-        for name in ("sample_from_anchor", "own_embedding", "own_head"):
+        for name in ("sample_from_anchor", "own_embedding", "own_head", "whole_blocks"):
             check_flag(_OP, name, getattr(self, name))
+        chunked = [window for window in body.windows if window is not None and window.chunked]
+        check(not chunked, _OP, "body.windows", "slide", chunked)
         size, drafted = body.vocab_size, self.draft_vocab_size
         check(2 <= self.block_size <= 256, _OP, "block_size", "be in 2 .. 256", self.block_size)
         check(0 <= self.mask_token < size, _OP, "mask_token", f"be in 0 .. {size - 1}", self.mask_token)
@@ -132,8 +138,28 @@ class DFlashHead(DrafterHead):
             cache: of `new_cache`, with the rows that it has `read`.
         """
         body, count = self.config.body, embedded.shape[1]
-        plan = _whole(count, embedded.device)
-        return self.run(embedded, new_rows(body, self.tables, embedded, count, cache, mask=plan).attend_)
+        rows = new_rows(body, self.tables, embedded, count, cache, mask=_whole(count, embedded.device))
+        if any(body.windows):
+            rows = rows._replace(seen=self._seen(rows.visibility, count, cache))
+        return self.run(embedded, rows.attend_)
+
+    def _seen(self, visibility: Visibility, count: int, cache: Cache) -> tuple[Seen, ...]:
+        """What rows see in each layer: all rows of a block begin with the same row of the context."""
+        seen = []
+        for window in self.config.body.windows:
+            if window is None:
+                seen.append(Seen(visibility))
+                continue
+            begin = (cache.lengths - window.size).clamp(min=0)[:, None]
+            plan = _whole(count, cache.device) if self.config.whole_blocks else _up_to_itself(count, cache.device)
+            if isinstance(visibility.mask, TilePlan):
+                seen.append(Seen(Visibility(plan), begin))
+                continue
+            cached = torch.arange(visibility.prefix, device=cache.device)
+            context = (cached >= begin) & (cached < cache.lengths[:, None])
+            shown = [context[:, None].expand(-1, count, -1), plan.dense().expand(len(begin), -1, -1)]
+            seen.append(Seen(visibility._replace(mask=torch.cat(shown, -1)[:, None])))
+        return tuple(seen)
 
     def run(self, embedded: Tensor, attend_: Callable[..., Tensor]) -> Tensor:
         """A forward whose attention is ``attend_(qkv, layer=index)``."""
@@ -156,3 +182,8 @@ class DFlashHead(DrafterHead):
 def _whole(rows: int, device: torch.device) -> TilePlan:
     """Kept, because a drafter has one size of blocks, and a graph may have captured it."""
     return full(rows).plan(64, 64, device)
+
+
+@lru_cache(None)
+def _up_to_itself(rows: int, device: torch.device) -> TilePlan:
+    return causal(rows).plan(64, 64, device)

@@ -104,6 +104,16 @@ def proposals(algorithm: str, target: str, tokens: int) -> dict[str, Any]:
     }
 
 
+def window_config(body: TransformerConfig) -> dict[str, Any]:
+    """The windows of layers as a config.json of Qwen3 has them."""
+    sizes = {window.size for window in body.windows if window is not None}
+    if not sizes:
+        return {}
+    demand(len(sizes) == 1, "windows", "have one size", sorted(sizes))
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in body.windows]
+    return {"use_sliding_window": True, "sliding_window": sizes.pop(), "layer_types": kinds}
+
+
 def layer_config(body: TransformerConfig) -> dict[str, Any]:
     """The sizes of layers as a config.json of Llama or Qwen3 has them."""
     family = "qwen3" if body.qk_norm else "llama"

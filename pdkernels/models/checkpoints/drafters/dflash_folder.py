@@ -12,7 +12,7 @@ from typing import Any
 from pdkernels._validation import check
 from pdkernels.models.checkpoints.hf import from_hf_config
 from pdkernels.models.drafters.dflash import DFlashConfig
-from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts, proposals
+from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts, proposals, window_config
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.folder import Weights
 from pdkernels.models.files.layout import Layout, Parts
@@ -30,11 +30,18 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     inner, head_fields = (
         (fields, fields.part("dflash_config")) if published else (fields.part("transformer_layer_config"), fields)
     )
-    windows = [kind for kind in inner.get("layer_types") or [] if kind != "full_attention"]
-    demand(not windows, "layer_types", "be full_attention alone", shown(windows))
+    others = [kind for kind in inner.get("layer_types") or [] if kind != "full_attention"]
+    # What a window means for a block is for the attention library to say that runs the published code.
+    demand(
+        not (others and published),
+        "layer_types",
+        "be full_attention alone without a speculators_model_type",
+        shown(others),
+    )
     # The layers are those of Qwen3, whatever model the sizes were taken from.
     body_fields = {**DEFAULTS["qwen3"], **inner.given, "model_type": "qwen3", "tie_word_embeddings": False}
-    body_fields |= {"use_sliding_window": False, "sliding_window": None}
+    if not others:
+        body_fields |= {"use_sliding_window": False, "sliding_window": None}
     body = from_hf_config(body_fields)
     width = fields.maybe_integer("target_hidden_size") or body.hidden_size
     demand(width == body.hidden_size, "target_hidden_size", f"be the head's own, {body.hidden_size}", width)
@@ -56,6 +63,7 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
             sample_from_anchor=fields.flag("sample_from_anchor", False),
             own_embedding="embed_tokens.weight" in weights.stored,
             own_head=any(name.startswith("lm_head.") for name in weights.stored),
+            whole_blocks=any(body.windows) and fields.flag("sliding_window_non_causal", False),
         )
 
 
@@ -104,9 +112,9 @@ def written(config: DFlashConfig, dtype: str, target: str, tokens: int | None) -
         "target_hidden_size": config.body.hidden_size,
         "aux_hidden_state_layer_ids": list(config.taps),
         "mask_token_id": config.mask_token,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": config.whole_blocks,
         "sample_from_anchor": config.sample_from_anchor,
         "torch_dtype": dtype,
-        "transformer_layer_config": layer_config(config.body),
+        "transformer_layer_config": layer_config(config.body) | window_config(config.body),
         "speculators_config": proposals("dflash", target, drafted if tokens is None else tokens),
     }

@@ -253,6 +253,7 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
     if kind is None:
         body_fields["vocab_size"] = fields.integer("vocab_size")
     body = from_hf_config(body_fields)
+    demand(not any(body.windows), "sliding_window", "be absent, or longer than all texts", shown(body.windows))
     demand(kind is not None or body.layers == 1, "num_hidden_layers", "be 1", body.layers)
     sizes, layers = target.config, target.config.layers
     width = fields.maybe_integer("target_hidden_size") or body.hidden_size
