@@ -48,7 +48,7 @@ from pdkernels.training import (
 )
 
 Ablation: TypeAlias = Literal["none", "topic", "sync"]
-Past: TypeAlias = Literal["noisy", "clean"]
+Past: TypeAlias = Literal["noisy", "clean", "clean_plans"]
 
 END_TOKEN, MASK_TOKEN = ByteTokenizer.end_token, ByteTokenizer.vocab_size
 UNIT = 8
@@ -155,7 +155,7 @@ def main(
     attention: Annotated[str, typer.Option(help="Chunks of a batch see each other: dense, sparse, or both.")] = "both",
     tags_removed: Annotated[bool, typer.Option("--tags-removed", help="Train the autoregressive baseline.")] = False,
     ablate: Annotated[str, typer.Option(help="What plans lack: none, topic or sync.")] = "none",
-    past: Annotated[str, typer.Option(help="What later rounds see of earlier ones: noisy, or a clean copy.")] = "noisy",
+    past: Annotated[str, typer.Option(help="What later rounds see of earlier ones: noisy, clean, or clean_plans.")] = "noisy",
     plan_weight: Annotated[float, typer.Option(help="Weight of the loss of plans, which have few tokens.")] = 3.0,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 50,

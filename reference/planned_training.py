@@ -83,7 +83,9 @@ def loss(
         chunk_logits = {number: plan_logits for number in set(text.round)}
     else:
         plan_logits = logits_of(clean, see)
-        chunk_logits = {}
+        noisy_logits = logits_of(noisy, see)
+        chunk_logits = {number: noisy_logits for number in set(text.round)}
+    if past == "clean":
         for number in set(text.round):
             current = torch.tensor([r == number for r in text.round])
             chunk_logits[number] = logits_of(torch.where(current, noisy, clean), see)

@@ -106,9 +106,10 @@ def canvases(layouts: list[Any], model: Any, generator: torch.Generator) -> Plan
     return PlannedBatch(noisy, mask.positions, mask, none, none, none.float(), *own, normaliser)
 
 
-def trained(form: str, progress: Progress, steps: int = STEPS, start: str = "tiny-planned") -> Any:
-    """The baseline, with what its decoding needs: no plans but for Pasta, canvases for diffusion."""
-    loaded: Any = models.load(start)
+def trained(form: str, progress: Progress, steps: int | None = None) -> Any:
+    """The baseline, with what its decoding needs: no plans but for Pasta, canvases for diffusion. `steps`: None is `STEPS`."""
+    loaded: Any = models.load("tiny-planned")
+    steps = STEPS if steps is None else steps
     config = loaded.config
     if form == "diffusion":
         config = replace(config, attention="bidirectional", predicts="own")
@@ -146,6 +147,8 @@ class Answer(NamedTuple):
 
 
 Strategy = Callable[[str, dict[str, Any]], Answer]
+SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.95}
+"""The paper's."""
 LIMIT = 320
 """New tokens of a text with plans."""
 PUBLISHED = {
@@ -161,7 +164,7 @@ PUBLISHED = {
 
 
 def strategies(trained_models: dict[str, Any]) -> dict[str, Strategy]:
-    """The seven of section 5, with the options that it names."""
+    """The seven of section 5, with the options that it names, and planned diffusion with the threshold of section 6."""
     planner: Any = models.load("tiny-planned")
 
     def plain(form: str, method: str, **own: Any) -> Strategy:
@@ -200,6 +203,8 @@ def strategies(trained_models: dict[str, Any]) -> dict[str, Strategy]:
         "Skeleton-of-Thought": skeleton,
         "planned": chunks(planner),
         "planned, sparse": chunks(planner, sparse=True),
+        "planned, threshold 0.9": chunks(planner, threshold=0.9),
+        "planned, sparse, threshold 0.9": chunks(planner, sparse=True, threshold=0.9),
     }
 
 
@@ -208,15 +213,19 @@ FORMS = ("autoregressive", "diffusion", "pasta")
 
 def run(problems: int, progress: Progress) -> dict[str, Any]:
     """Trains the baselines, then measures all strategies."""
-    made = {}
+    made, took = {}, {}
     for number, form in enumerate(FORMS):
-        part = 0.2 * number
+        part, started = 0.2 * number, time.process_time()
         made[form] = trained(form, lambda what, share, part=part: progress(what, part + 0.2 * share))
-    return measured(made, problems, progress)
+        took[form] = time.process_time() - started
+    return measured(made, took, problems, progress)
 
 
-def measured(trained_models: dict[str, Any], problems: int, progress: Progress) -> dict[str, Any]:
-    """Every strategy on every prompt, one after the other, in an order that rotates. Seconds are those of the process on the CPU."""
+def measured(
+    trained_models: dict[str, Any], took: dict[str, float], problems: int, progress: Progress
+) -> dict[str, Any]:
+    """Every strategy on every prompt, one after the other, in an order that rotates. Times are those of the process on the CPU, so
+    that other work on the machine does not count; `took` are those of the trainings."""
     known, prompts = strategies(trained_models), held_out_orders(problems)
     right = {name: {kind: [0, 0] for kind in KINDS} for name in known}
     seconds: dict[str, list[float]] = {name: [] for name in known}
@@ -225,7 +234,7 @@ def measured(trained_models: dict[str, Any], problems: int, progress: Progress) 
     for name in names:
         known[name](prompts[0].prompt, {})  # what is compiled or allocated once
     for number, problem in enumerate(prompts):
-        sampling = {"temperature": 0.2, "top_p": 0.95, "seed": number}
+        sampling = {**SAMPLING, "seed": number}
         for step in range(len(names)):
             name = names[(number + step) % len(names)]
             progress(name, 0.6 + 0.4 * number / len(prompts))
@@ -241,9 +250,9 @@ def measured(trained_models: dict[str, Any], problems: int, progress: Progress) 
     rows = []
     for name in names:
         paths = [answer.path for answer in answers[name]]
-        ratios = [base / own for base, own in zip(seconds[names[0]], seconds[name])]
+        ratios = [first / own for first, own in zip(seconds[names[0]], seconds[name])]
         low, middle, high = (quantile(ratios, share) for share in (0.1, 0.5, 0.9))
-        published, win = PUBLISHED[name]
+        base, (published, win) = PUBLISHED[names[0]][0], PUBLISHED.get(name, (None, None))
         rows.append(
             {
                 "": name,
@@ -254,14 +263,19 @@ def measured(trained_models: dict[str, Any], problems: int, progress: Progress) 
                 "ms": round(1e3 * sum(seconds[name]) / len(paths), 1),
                 "speed ratio, mean": round(sum(ratios) / len(ratios), 2),
                 "10 %, median, 90 %": f"{low:.2f}, {middle:.2f}, {high:.2f}",
-                "in the paper: ratio of seconds": round(PUBLISHED[names[0]][0] / published, 2),
-                "win rate": f"{win:.1f}%",
+                "in the paper: ratio of seconds": None if published is None else round(base / published, 2),
+                "win rate": None if win is None else f"{win:.1f}%",
             }
         )
     return {
         "model": "tiny-planned, and trained on from it",
         "steps": STEPS,
         "tokens of a step": TOKENS,
+        "seconds of training": ", ".join(f"{form} {seconds:.0f}" for form, seconds in took.items()),
+        "seeds": f"the step, and 0 to {len(prompts) - 1}",
+        "temperature": SAMPLING["temperature"],
+        "top_p": SAMPLING["top_p"],
+        "threads": torch.get_num_threads(),
         "device": processor(),
         "prompts": len(prompts),
         "problems": orders_of,

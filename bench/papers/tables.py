@@ -216,7 +216,7 @@ FIGURES = (
         "strategies",
         "Table 1, Figures 2 and 4",
         "Planned diffusion is 1.27 times (sparse 1.81 times) as fast as token by token at nearly its win rate; Skeleton-of-Thought is faster and "
-        "worse, Pasta-SFT slower and much worse, diffusion best and 25 times slower. Ratios of single answers vary widely: 3.08 on "
+        "worse, Pasta-SFT hardly faster and much worse, diffusion best and 25 times slower. Ratios of single answers vary widely: 3.08 on "
         "average, with a standard deviation of 4.10.",
         planned_baselines.run,
         32,

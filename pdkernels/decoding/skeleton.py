@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pdkernels._validation import check, check_type, message
-from pdkernels.decoding.generate import generate
+from pdkernels.decoding.generate import find, generate
 from pdkernels.generation.result import DecodeStats
 
 SKELETON_TEMPLATE = (
@@ -32,8 +32,8 @@ _OP = "decoding.skeleton_of_thought"
 class Point(NamedTuple):
     """A point of a skeleton, written out."""
 
-    index: str
-    """Its number, as the skeleton writes it."""
+    number: str
+    """Its index, as the skeleton writes it."""
     point: str
     """Its words in the skeleton."""
     expansion: str
@@ -130,8 +130,9 @@ def skeleton_of_thought(
     _filled("point_template", point_template, question=question, skeleton="", index="", point="")
     _filled("piece", piece, index="", point="", expansion="")
 
-    outline = generate(model, request + start, method, max_new_tokens=max_skeleton_tokens, **options)
-    skeleton = start + outline.text
+    chosen = find(method)
+    outline = generate(model, request + start, chosen, max_new_tokens=max_skeleton_tokens, **options)
+    skeleton = start + (outline.text or "")
     matches = points_of.findall(skeleton)
     if not matches:
         return SkeletonResult(skeleton, skeleton, (), (outline.stats, None))
@@ -139,9 +140,12 @@ def skeleton_of_thought(
         _filled("point_template", point_template, question=question, skeleton=skeleton, index=index, point=point)
         for index, point in matches
     ]
-    expansions = generate(model, prompts, method, max_new_tokens=max_point_tokens, **options)
-    points = tuple(Point(*each, text) for each, text in zip(matches, expansions.text, strict=True))
-    text = joiner.join(_filled("piece", piece, **point._asdict()) for point in points)
+    expansions = generate(model, prompts, chosen, max_new_tokens=max_point_tokens, **options)
+    pairs = zip(matches, expansions.text or (), strict=True)
+    points = tuple(Point(index, point, expansion) for (index, point), expansion in pairs)
+    text = joiner.join(
+        _filled("piece", piece, index=number, point=point, expansion=expansion) for number, point, expansion in points
+    )
     return SkeletonResult(text, skeleton, points, (outline.stats, expansions.stats))
 
 

@@ -160,7 +160,8 @@ class PlanningModel(BlockModel, Protocol):
         mask: Any = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """`positions` ``(batch, T)``: offsets from the cached length of rows that are not stored."""
+        """`positions` ``(batch, T)``: offsets from the cached length of rows that are not stored; of chunks written
+        token by token also of those that are, in a cache with `copy_row_`."""
         ...
 
 

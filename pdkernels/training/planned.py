@@ -21,7 +21,7 @@ from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.training.losses import JointLoss, _check_rows, _exact
 
 Noise = Literal["text", "round", "one"]
-Past = Literal["noisy", "clean"]
+Past = Literal["noisy", "clean", "clean_plans"]
 
 
 class PlanItem(NamedTuple):
@@ -266,7 +266,8 @@ def pack_planned(
         sparse: whether the chunks of a round are masked from each other.
         past: how later rounds see the chunks of a round. "noisy": in one copy of the text, including masks. "clean":
             `planned_streams`, whose noisy chunks see earlier rounds clean, as in decoding, at the cost of a second
-            copy.
+            copy. "clean_plans": two whole copies, a clean one for plans and a noisy one for chunks, as equation 10
+            is written.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
 
     Returns:
@@ -312,10 +313,12 @@ def pack_planned(
         layout, masked, p_mask = sample
         ids, chunk = layout.tokens, layout.rounds >= 0
         noisy = ids.masked_fill(masked, mask_token)
-        mask = (planned if past == "noisy" else planned_streams)(layout.stages, sparse)
-        if past == "noisy":
+        mask = (planned_streams if past == "clean" else planned)(layout.stages, sparse)
+        if past != "clean":
             sample_tokens = noisy
             noisy_row = clean_row = torch.arange(len(ids), device="cpu")
+            if past == "clean_plans":
+                mask, sample_tokens, clean_row = pack([mask, mask]), torch.cat([noisy, ids]), clean_row + len(ids)
         else:
             copies = int(chunk.sum())
             sample_tokens = torch.cat([noisy[chunk], ids[mask.positions[copies:]]])
@@ -380,7 +383,8 @@ def planned_loss(
 
     Returns:
         Its `total` is ``(sum of CE over plans + sum of CE / p_mask over masked tokens) / response tokens``. Only the
-        second sum is divided by the noise; all tokens of a batch count equally, regardless of their sample.
+        second sum is divided by the noise; all tokens of a batch count equally, regardless of their sample. The mean
+        over batches of one sample each is equation 10, which divides by the length of each text.
 
     Raises:
         ValueError: logits that are not one row of floats per label.

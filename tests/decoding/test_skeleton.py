@@ -53,7 +53,7 @@ class Scripted:
         self.inner = Transformer(config, tokenizer=ByteTokenizer(), end_tokens=(ByteTokenizer.end_token,))
         self.prompts: list[str] = []
 
-    def generate(self, model: Any, prompt: Any, method: str, *, max_new_tokens: int, **options: Any) -> Any:
+    def generate(self, model: Any, prompt: Any, method: Any, *, max_new_tokens: int, **options: Any) -> Any:
         from types import SimpleNamespace
 
         prompts = [prompt] if isinstance(prompt, str) else prompt

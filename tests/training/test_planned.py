@@ -198,7 +198,7 @@ def test_labels_of_thirty_tokens(predicts: str) -> None:
     st.integers(0, 99),
     st.booleans(),
     st.sampled_from(["own", "next"]),
-    st.sampled_from(["noisy", "clean"]),
+    st.sampled_from(["noisy", "clean", "clean_plans"]),
     st.integers(0, 5),
 )
 def test_the_loss_of_a_batch_is_that_of_its_texts(

@@ -118,8 +118,9 @@ def decode(
         checked_size(_OP, "max_rounds", max_rounds)
     check_type(joiner is None or isinstance(joiner, str), _OP, "joiner", "be a str or None", type(joiner).__name__)
     ends = session.end_tokens
-    rule: tuple[Any, ...] = sparse or in_turn, steps_ratio, threshold, chunks
-    options = PlanOptions(tags, mask_token, ends, *rule, unit * length_scale, cache, on_bad_plan, max_rounds)
+    masks_of_unit, sparse = unit * length_scale, sparse or in_turn
+    rules = sparse, steps_ratio, threshold, chunks, masks_of_unit, cache, on_bad_plan, max_rounds
+    options = PlanOptions(tags, mask_token, ends, *rules)
     if session.model.tokenizer is not None:
         others, plain = {mask_token, *ends}, session.model.tokenizer.decode
         session.text_of = lambda tokens, decode=plain: joined(text_pieces(tokens, tags, others), tags, decode, joiner)
