@@ -236,6 +236,25 @@ def test_hidden_rows_and_their_logits() -> None:
     assert not trained.hidden(tokens, cache=trained.new_cache(2, 6)).requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_stored_rows_may_lie_behind_their_slots(dtype: torch.dtype) -> None:
+    """As those of a text with a gap: positions are given, K and V follow each other."""
+    model, tokens, offset = build().to(dtype), random_tokens(2, 6), 4
+    cache = model.new_cache(2, 12)
+    model(tokens[:, :3], cache=cache)
+    cache.commit_(torch.tensor([3, 3]))
+    rows = []
+    for column in range(3, 6):
+        one = tokens[:, column : column + 1]
+        rows.append(model(one, cache=cache, positions=torch.tensor([offset])))
+        cache.commit_(torch.tensor([1, 1]))
+    gap = torch.tensor([0, 1, 2, 3 + offset, 4 + offset, 5 + offset])
+    expected = model(tokens, positions=gap)[:, 3:]
+    torch.testing.assert_close(torch.cat(rows, 1), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"positions must lie in \[-length, 13 - length\) with a cache, got 7..7"):
+        model(tokens[:, :1], cache=cache, positions=torch.tensor([7]))
+
+
 # ---- errors
 
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
