@@ -38,8 +38,9 @@ ROWS = (
         (
             "tests/training/test_trajectories.py::test_the_nearest_record_is_chosen",
             "tests/training/test_trajectories.py::test_suffixes_count_and_not_tokens",
+            "tests/training/test_trajectories.py::test_of_differing_tokens_the_nearest_number_is_chosen",
         ),
-        differs="noise is counted from the first wrong token to the end, as in the released code; the paper counts wrong tokens",
+        differs="by default noise is counted from the first wrong token to the end, as in the released code; `noise='differing'` counts wrong tokens, as the paper does",
     ),
     Row(
         "Eq. 8 and 9",
@@ -83,11 +84,35 @@ ROWS = (
         figures=("windows",),
     ),
     Row(
+        "4.1 to 4.3, settings",
+        "Blocks of 128 alone; 64, 2 blocks, spawn ratio 0.85 and 4 sequences",
+        ("pdkernels.decoding.Method",),
+        (
+            "tests/decoding/test_paper_settings.py::test_a_method_takes_them",
+            "tests/decoding/test_paper_settings.py::test_the_page_lists_the_defaults_that_differ",
+        ),
+        differs="by name: `Method.paper_settings`. On a CPU few rows are free, and the defaults are blocks of 16 and 8 ([table](../decoding.md#settings-of-the-papers))",
+    ),
+    Row(
+        "3.2, Figure 4",
+        "Right tokens in drafts that are not accepted yet",
+        ("bench.papers.segments",),
+        ("tests/papers/test_searches.py::test_runs_of_a_draft_that_the_fixed_point_has",),
+        figures=("segments",),
+    ),
+    Row(
         "Figure 5",
         "Tokens a forward by block size, verification size and number of blocks",
         ("bench.papers.runs",),
         ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
         figures=("blocks", "multiblock"),
+    ),
+    Row(
+        "Figure 5a",
+        "Speed by block size at fixed acceptance",
+        ("bench.papers.fixed_acceptance",),
+        ("tests/papers/test_searches.py::test_small_tables_of_speed",),
+        figures=("fixed",),
     ),
     Row(
         "Tables 4 and 5",
@@ -102,6 +127,13 @@ ROWS = (
         ("pdkernels.decoding.row_times.measure_row_times", "bench.papers.row_times"),
         ("tests/papers/test_theory.py::test_the_fit_finds_a_knee_that_is_known",),
         figures=("knee",),
+    ),
+    Row(
+        "Appendix E, Figure 8",
+        "Speed by block and verification size: a grid, and a smooth surface fitted to it",
+        ("bench.papers.grid_search",),
+        ("tests/papers/test_searches.py::test_a_hill_is_found", "tests/papers/test_searches.py::test_a_small_search"),
+        figures=("search",),
     ),
 )
 

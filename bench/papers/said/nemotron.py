@@ -30,12 +30,24 @@ ROWS = (
     ),
     Row(
         "Eq. 4 and 5",
-        "Averages over all tokens of the batch, not over sequences",
+        "Averages over sequences, and over all tokens of the batch",
         ("pdkernels.training.dual_stream_loss",),
         (
             "tests/training/test_losses.py::test_parts_of_a_batch_add_up_to_the_whole",
+            "tests/training/test_losses.py::test_the_average_over_sequences_is_the_equation",
             "tests/training/test_losses.py::test_a_few_masked_tokens_have_little_weight",
         ),
+    ),
+    Row(
+        "2.3",
+        "Masking ratios that vary by data-parallel rank",
+        ("pdkernels.training.noise_level", "pdkernels.training.draw_masks"),
+        (
+            "tests/training/test_losses.py::test_levels_of_ranks_are_uniform_and_their_own",
+            "tests/training/test_losses.py::test_ranks_with_levels_of_their_own_average_over_all_tokens",
+            "tests/distributed/test_training.py::test_ranks_have_masking_ratios_of_their_own",
+        ),
+        differs="the paper says no more than that levels differ between ranks: here they are drawn, uniform and apart",
     ),
     Row(
         "2.2, Figure 3",
@@ -93,6 +105,16 @@ ROWS = (
         ),
     ),
     Row(
+        "3.3, training-time sampling",
+        "90 % of the drafts are sampled at temperature 1, the others greedy",
+        ("pdkernels.training.draw_drafts", "pdkernels.training.pack_drafts", "pdkernels.training.count_accepted"),
+        (
+            "tests/training/test_drafts.py::test_a_literal_loop",
+            "tests/training/test_drafts.py::test_samples_have_the_law_of_the_drafter",
+            "tests/training/test_drafts.py::test_one_packed_forward_is_the_two_passes_of_the_paper",
+        ),
+    ),
+    Row(
         "3.4, appendix C, Figure 12",
         "Quadratic self-speculation, its mask, and the ensemble of both modes",
         ("method quadratic_self_speculation", "pdkernels.masks.quadratic"),
@@ -109,7 +131,7 @@ ROWS = (
         (
             "tests/papers/test_speed_of_light.py::test_searches_are_the_plain_form",
             "tests/papers/test_speed_of_light.py::test_no_scheme_beats_trying_everything",
-            "tests/papers/test_speed_of_light.py::test_a_spent_budget_falls_back_to_single_positions",
+            "tests/papers/test_speed_of_light.py::test_what_a_budget_cannot_check_is_unsafe_and_the_search_goes_on",
         ),
         figures=("limits",),
     ),

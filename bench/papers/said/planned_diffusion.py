@@ -40,6 +40,16 @@ ROWS = (
         ),
     ),
     Row(
+        "4.2, appendix A",
+        "The prompt for annotations, and a strict reader of the replies: at most 3 words a topic, at least 5 a chunk",
+        ("pdkernels.training.annotation.ask", "pdkernels.training.annotation.read"),
+        (
+            "tests/training/test_annotation.py::test_the_messages_hold_the_texts_and_the_rules",
+            "tests/training/test_annotation.py::test_replies_that_break_a_rule",
+        ),
+        differs="its own words; the paper prints a shortened prompt",
+    ),
+    Row(
         "Eq. 10",
         "Joint loss of plans and chunks",
         ("pdkernels.training.planned_loss",),
@@ -65,12 +75,35 @@ ROWS = (
         ("tests/decoding/test_planned_cache.py::test_it_equals_a_full_forward_after_every_round",),
     ),
     Row(
+        "5, Pasta-SFT",
+        "Plans and chunks, each chunk token by token beside the others",
+        ("method planned", "pdkernels.training.pack_pasta"),
+        (
+            "tests/decoding/test_planned_in_turn.py::test_chunks_are_those_of_a_plain_loop",
+            "tests/training/test_pasta.py::test_the_loss_is_that_of_each_text_alone",
+        ),
+    ),
+    Row(
+        "5, Skeleton-of-Thought",
+        "A skeleton, then all points by themselves",
+        ("pdkernels.decoding.skeleton.skeleton_of_thought",),
+        ("tests/decoding/test_skeleton.py::test_tokens_and_forwards_of_the_plain_loop",),
+    ),
+    Row(
         "Figure 2, left and middle",
         "Quality and critical path",
         ("pdkernels.evaluation.evaluate_planned",),
         ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
         differs="right answers of a task that can be checked; the paper's win rates need a judge",
         figures=("path",),
+    ),
+    Row(
+        "Table 1, Figures 2 and 4",
+        "All strategies beside each other, and the distribution of speed-ups",
+        ("bench.papers.planned_baselines",),
+        ("tests/papers/test_planned_baselines.py::test_all_strategies_answer_the_same_prompts",),
+        differs="right answers in place of win rates",
+        figures=("strategies",),
     ),
     Row(
         "Figure 3",

@@ -41,6 +41,16 @@ ROWS = (
         figures=("momentum",),
     ),
     Row(
+        "Eq. 2, Algorithms 1 and 2, line 7",
+        "Noise is mixed into every state of the wave, new rows too; it falls linearly",
+        ("pdkernels.recurrence_inject", "method recurrent_diffusion"),
+        (
+            "tests/ops/test_recurrence.py::test_line_7_of_both_algorithms_mixes_noise_into_new_rows",
+            "tests/ops/test_recurrence.py::test_state_and_noise_of_a_new_row_are_independent",
+            "tests/reference/test_reference_recurrent_diffusion.py::test_algorithm_1_literally",
+        ),
+    ),
+    Row(
         "Eq. 3, Algorithm 2",
         "Exit by the relative distance of states; freezes up to the first that has not converged",
         ("pdkernels.recurrence_exit", "pdkernels.recurrence_advance_", "method recurrent_diffusion"),
@@ -69,6 +79,15 @@ ROWS = (
         figures=("prefill",),
     ),
     Row(
+        "4.2, width scaling",
+        "Repeated tokens, with and without shared keys",
+        ("pdkernels.masks.width_scaling",),
+        (
+            "tests/masks/test_builders.py::test_equals_the_rules",
+            "tests/papers/test_theory.py::test_the_masks_of_width_scaling_have_the_pairs_of_the_theory",
+        ),
+    ),
+    Row(
         "Theorem 4.4",
         "Tokens that the sampler finishes in a number of core applications",
         ("bench.papers.theory.decode_budget",),
@@ -85,6 +104,16 @@ ROWS = (
             "tests/decoding/test_recurrent_self_speculation.py::test_equals_the_reference",
         ),
         figures=("static",),
+    ),
+    Row(
+        "5, settings",
+        "Sampler: r' 4, threshold 0.03, momentum 0.1, a wave of 128. Self-speculation: 4 tokens of 4 recurrences",
+        ("pdkernels.decoding.Method",),
+        (
+            "tests/decoding/test_recurrent_diffusion.py::test_the_defaults_are_those_of_section_5",
+            "tests/decoding/test_paper_settings.py::test_the_page_lists_the_defaults_that_differ",
+        ),
+        differs="the same by default, except that temperature and top_p (0.2, 0.95) are greedy here",
     ),
     Row(
         "Figures 5, 7, 11 and 12",

@@ -25,6 +25,16 @@ ROWS = (
         ("tests/ops/test_unmask.py::test_equals_sorting",),
     ),
     Row(
+        "Eq. 6",
+        "Tokens to be filled by step: the floor of L (1 - (k - 1) / N)",
+        ("method llada",),
+        (
+            "tests/decoding/test_llada.py::test_a_spread_remainder_is_equation_6",
+            "tests/reference/test_reference_llada.py::test_spread_quotas_are_equation_6",
+        ),
+        differs="by default the first steps have the remainder of an uneven share, as in LLaDA's code; `remainder='spread'` is the equation",
+    ),
+    Row(
         "3.1, semi-autoregressive",
         "Blocks from left to right",
         ("method llada",),
@@ -46,6 +56,14 @@ ROWS = (
         ("method slowfast",),
         ("tests/decoding/test_slowfast.py::test_a_cycle_by_hand",),
         figures=("loops",),
+    ),
+    Row(
+        "Tables 2 and 3",
+        "Beside left to right, blocks, diffusion and the feature cache",
+        ("bench.papers.strategies",),
+        ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
+        differs="on sums of a tiny model",
+        figures=("strategies",),
     ),
     Row(
         "3.3, out-of-span caching; Table 2",
