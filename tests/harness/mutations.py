@@ -46,6 +46,19 @@ MUTATIONS = {
     "rejection draws from the distance of the distributions": Mutation(
         "residual = (p - q).clamp(min=0)", "residual = (p - q).abs()", "decoding/test_linear_self_speculation.py"
     ),
+    "linear drafts the last two tokens of a text": Mutation(
+        "_FEWEST = 3", "_FEWEST = 2", "decoding/test_needless_forwards.py"
+    ),
+    "linear drafts past what is verified": Mutation(
+        "needed = self.slot[1:] < self.entry.pending[:, None]",
+        "needed = self.slot[1:] < self.entry.pending[:, None] + 9",
+        "decoding/test_needless_forwards.py",
+    ),
+    "a spread remainder comes a step early": Mutation(
+        "masks * (step + 1) // steps - masks * step // steps",
+        "-(-masks * (step + 1) // steps) + (-masks * step // steps)",
+        "decoding/test_llada.py",
+    ),
     "an end token does not end a draft": Mutation(
         "masked_fill_(verdict.ended | no_choice, 0)", "masked_fill_(no_choice, 0)", "decoding/test_usual.py"
     ),
