@@ -338,6 +338,7 @@ JACOBI = {
         "jacobi_multiblock.blocks=1,2,3",
         "jacobi_multiblock.verification_size=1,4",
     ],
+    "ratios": ["jacobi_multiblock.block_size=16,64", "jacobi_multiblock.spawn_ratio=0.25,0.5,0.7,0.85,1.0"],
 }
 
 

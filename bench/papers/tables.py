@@ -239,6 +239,14 @@ FIGURES = (
     ),
     Figure(
         "jacobi",
+        "ratios",
+        "Section 4.3",
+        "The next block is best begun when 85 % of a block of 64 are accepted.",
+        runs.jacobi("ratios"),
+        24,
+    ),
+    Figure(
+        "jacobi",
         "fixed",
         "Figure 5a",
         "At 2 to 5 accepted tokens per forward, blocks of up to 64 are as fast as smaller ones on an H200, and 128 hardly slower.",
@@ -280,7 +288,7 @@ def find(paper: str | None = None, name: str | None = None) -> list[Figure]:
 
     Example:
         >>> [figure.name for figure in find("jacobi")]
-        ['blocks', 'windows', 'multiblock', 'forcings', 'knee', 'search', 'fixed', 'segments']
+        ['blocks', 'windows', 'multiblock', 'forcings', 'knee', 'search', 'ratios', 'fixed', 'segments']
     """
     known = ", ".join(PAPERS)
     check(paper is None or paper in PAPERS, _OP, "paper", f"be one of {known}", repr(paper))
