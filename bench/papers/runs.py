@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -182,11 +183,23 @@ def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
                 "": name,
                 "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), found.text or ())),
                 "identical": f"{sum(a == b for a, b in pairs) / len(pairs):.0%}",
+                "ROUGE-1 F1": round(sum(rouge_1(a, b) for a, b in pairs) / len(pairs), 4),
                 "ROUGE-L F1": round(sum(rouge_l(a, b) for a, b in pairs) / len(pairs), 4),
                 "perplexity": round(perplexity(model, task.prompts, found.tokens), 4),
             }
         )
     return {"model": DEEP, "task": CHAINS, "problems": problems, "rows": rows}
+
+
+def rouge_1(first: Sequence[int], second: Sequence[int]) -> float:
+    """F1 of the tokens that two texts have in common, each as often as both have it.
+
+    >>> rouge_1([1, 1, 2, 3], [3, 1, 4, 1]), rouge_1([], [1])
+    (0.75, 0.0)
+    """
+    if not first or not second:
+        return float(len(first) == len(second))
+    return 2 * (Counter(first) & Counter(second)).total() / (len(first) + len(second))
 
 
 def rouge_l(first: Sequence[int], second: Sequence[int]) -> float:
