@@ -79,6 +79,11 @@ def a_plan() -> str:
     return pd.decoding.chunk_lanes([pd.decoding.ChunkStep(0, [[3]], {(0, 0): 4})])
 
 
+def an_outline() -> tuple[str, int]:
+    found: pd.decoding.SkeletonResult = pd.decoding.skeleton_of_thought(model, "?", "jacobi", max_point_tokens=2)
+    return found.text, found.critical_path + len(found.points)
+
+
 def pieces() -> str:
     found = pd.decoding.stream(model, "a", "jacobi", max_new_tokens=4, draft="lookup")
     texts = [piece.text or "" for piece in found if piece.accepted >= 0]
