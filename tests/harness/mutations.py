@@ -113,6 +113,16 @@ MUTATIONS = {
     "samples of one prompt continue from the first prompt of the batch": Mutation(
         "prompt = sequence // self._count", "prompt = 0", "decoding/test_request_options.py"
     ),
+    "a chunk written token by token lies one position behind its place": Mutation(
+        "lines.append([token, starts[chunk], position, text.number + 1, text.sequence])",
+        "lines.append([token, starts[chunk] + 1, position, text.number + 1, text.sequence])",
+        "decoding/test_planned_in_turn.py",
+    ),
+    "a chunk's copy of the text keeps the rows of the chunk before it": Mutation(
+        "self._cache.copy_row_(row, self._trunk, text.sequence, text.cached)",
+        "self._cache.lengths[row].fill_(text.cached)",
+        "decoding/test_planned_in_turn.py",
+    ),
 }
 
 
