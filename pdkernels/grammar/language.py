@@ -92,6 +92,15 @@ def is_nothing(expression: Expression) -> bool:
     return isinstance(expression, Alt) and not expression.items
 
 
+def may_be_empty(expression: Expression) -> bool:
+    """Whether the empty text is among the texts of a pattern."""
+    if isinstance(expression, Seq):
+        return all(map(may_be_empty, expression.items))
+    if isinstance(expression, Alt):
+        return any(map(may_be_empty, expression.items))
+    return isinstance(expression, Repeat) and (expression.minimum == 0 or may_be_empty(expression.item))
+
+
 def text(characters: str) -> Expression:
     """These characters."""
     check_text(OP, characters, "a text")

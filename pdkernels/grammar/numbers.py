@@ -36,8 +36,19 @@ _EXPONENT = Seq((_E, optional(Chars(((43, 43), (45, 45)))), Repeat(DIGIT, 1, 2))
 _DIGITS = Repeat(DIGIT, 1, None)
 POINTED = optional(sequence(".", Repeat(Chars(((48, 48),)), 1, None)))
 """What may follow a whole number."""
-PLAIN = Seq((optional(text("-")), _DIGITS, optional(sequence(".", _DIGITS))))
-"""Numbers without an exponent."""
+SHORT = Seq(
+    (
+        optional(text("-")),
+        Alt(
+            (
+                Seq((Repeat(DIGIT, 1, 15), POINTED)),
+                sequence(Repeat(DIGIT, 1, 9), ".", Repeat(DIGIT, 1, 6), Repeat(Chars(((48, 48),)), 0, None)),
+                sequence(Repeat(DIGIT, 1, 5), ".", Repeat(DIGIT, 1, 10)),
+            )
+        ),
+    )
+)
+"""Numbers without an exponent whose digits a double keeps."""
 _ANY_WHOLE = Alt((text("0"), Seq((_FIRST, Repeat(DIGIT, 0, None)))))
 _WHOLE = Alt((text("0"), Seq((_FIRST, Repeat(DIGIT, 0, _MAX_WHOLE - 1)))))
 

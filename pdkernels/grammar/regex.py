@@ -10,6 +10,7 @@ from typing import Any
 
 from pdkernels._validation import check_text, check_type, fail, refuse, sentence
 from pdkernels.grammar.language import (
+    EMPTY,
     NOTHING,
     OP,
     Alt,
@@ -19,6 +20,8 @@ from pdkernels.grammar.language import (
     Repeat,
     Seq,
     complement,
+    either,
+    may_be_empty,
     normal,
     optional,
 )
@@ -58,7 +61,7 @@ def parsed(pattern: str, *, search: bool = False, wide: bool = False) -> Express
     check_type(isinstance(pattern, str), OP, "pattern", "be a str", type(pattern).__name__)
     refuse(len(pattern) > MAX_LENGTH, OP, f"the pattern has more than {MAX_LENGTH} characters")
     try:
-        tree = parser.parse(pattern)
+        tree = parser.parse(re.sub(r"\(\?<(?![=!])", "(?P<", pattern) if search else pattern)  # names as ECMA has them
     except (re.error, OverflowError) as error:
         fail(OP, "pattern", "be a regular expression", f"{pattern[:80]!r}: {error}")
     except RecursionError:
@@ -78,21 +81,50 @@ class _Tree:
         self._pattern, self._dot, self._wide = pattern, dot, wide
 
     def whole(self, items: list[Any], search: bool) -> Expression:
-        """The whole pattern: anchors may be at its ends, and at those of the branches of a pattern that is only
-        branches."""
-        if len(items) == 1 and str(items[0][0]) == "BRANCH":
-            return Alt(tuple(self.whole(list(branch), search) for branch in items[0][1][1]))
-        first = last = False
-        if items and str(items[0][0]) == "AT" and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
-            first, items = True, items[1:]
-        if items and str(items[-1][0]) == "AT" and str(items[-1][1]) in ("AT_END", "AT_END_STRING"):
-            last, items = True, items[:-1]
-        inner, anything = self.sequence(items), Repeat(ANYTHING, 0, None)
-        if not search:
-            return inner
-        if last and self._wide:  # Python's $ is also before a last line feed
-            inner = Seq((inner, optional(Chars(((10, 10),)))))
-        return Seq((*(() if first else (anything,)), inner, *(() if last else (anything,))))
+        """The whole pattern: anchors may be wherever they hold in some text, at its ends in the end."""
+        anything = Repeat(ANYTHING, 0, None)
+        last = optional(Chars(((10, 10),))) if self._wide else EMPTY  # Python's $ is also before a last line feed
+        forms = []
+        for (begins, ends), inner in self.anchored(items).items():
+            if search:
+                inner = Seq((EMPTY if begins else anything, inner, last if ends else anything))
+            forms.append(inner)
+        if not forms:  # something has to be before the beginning
+            self.item("AT", None)
+        return either(forms)
+
+    def anchored(self, items: Sequence[Any]) -> dict[tuple[bool, bool], Expression]:
+        """The texts of a sequence, apart by whether it has to be at the beginning, and at the end, of the whole text."""
+        forms: dict[tuple[bool, bool], Expression] = {(False, False): EMPTY}
+        plain: list[Any] = []
+        for kind, value in items:
+            if not _has_anchor([(kind, value)]):
+                plain.append((kind, value))
+                continue
+            parts = self._anchored_part(str(kind), value)
+            if parts is None:
+                plain.append((kind, value))  # refused by its name
+                continue
+            forms = _followed(_followed(forms, {(False, False): self.sequence(plain)}), parts)
+            plain = []
+        return _followed(forms, {(False, False): self.sequence(plain)}) if plain or not items else forms
+
+    def _anchored_part(self, kind: str, value: Any) -> dict[tuple[bool, bool], Expression] | None:
+        if kind == "AT":
+            begins, ends = str(value).startswith("AT_BEGINNING"), str(value).startswith("AT_END")
+            return {(begins, ends): EMPTY} if begins or ends else None
+        branches: list[Any] = []
+        if kind == "BRANCH":
+            branches = list(value[1])
+        elif kind == "SUBPATTERN" and not value[1] and not value[2]:
+            branches = [value[3]]
+        elif kind in ("MAX_REPEAT", "MIN_REPEAT") and value[1] == 1:
+            branches = [value[2], *([[]] if value[0] == 0 else [])]
+        forms: dict[tuple[bool, bool], list[Expression]] = {}
+        for branch in branches:
+            for where, expression in self.anchored(list(branch)).items():
+                forms.setdefault(where, []).append(expression)
+        return {where: either(expressions) for where, expressions in forms.items()} or None
 
     def sequence(self, items: Sequence[Any]) -> Expression:
         return Seq(tuple(self.item(str(kind), value) for kind, value in items))
@@ -155,6 +187,32 @@ class _Tree:
                     members += _every(category) if wide else _ASCII[category]
         ranges = normal(members)
         return self._chars(complement(ranges) if negated else complement(complement(ranges)))
+
+
+def _has_anchor(items: Sequence[Any]) -> bool:
+    for kind, value in items:
+        if str(kind) == "AT":
+            return True
+        inner = {"BRANCH": lambda value: value[1], "SUBPATTERN": lambda value: [value[3]]}
+        inner |= dict.fromkeys(("MAX_REPEAT", "MIN_REPEAT"), lambda value: [value[2]])
+        if str(kind) in inner and any(_has_anchor(list(part)) for part in inner[str(kind)](value)):
+            return True
+    return False
+
+
+def _followed(
+    forms: dict[tuple[bool, bool], Expression], parts: dict[tuple[bool, bool], Expression]
+) -> dict[tuple[bool, bool], Expression]:
+    """The texts of one after the other: nothing is before what has to be at the beginning, or after what is at the
+    end."""
+    joined: dict[tuple[bool, bool], list[Expression]] = {}
+    for (begins, ends), first in forms.items():
+        for (begins_later, ends_later), second in parts.items():
+            if (begins_later and not may_be_empty(first)) or (ends and not may_be_empty(second)):
+                continue
+            both = Seq((EMPTY if begins_later else first, EMPTY if ends else second))
+            joined.setdefault((begins or begins_later, ends or ends_later), []).append(both)
+    return {where: either(expressions) for where, expressions in joined.items()}
 
 
 @lru_cache(maxsize=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -75,6 +75,9 @@ def parsed_schema(
             raise ValueError(sentence(OP, f"the schema is not JSON: {error}")) from None
     check_type(isinstance(schema, (Mapping, bool)), OP, "schema", "be a dict", type(schema).__name__)
     check_values(schema)
+    written = json.dumps(schema) if isinstance(schema, Mapping) else ""
+    if '"$id"' in written:  # a part that is there twice may have two bases
+        schema = json.loads(written)
     try:
         return _Compiler(schema, whitespace, size, {} if unknown is None else unknown, every).value(schema, "#")
     except RecursionError:
@@ -114,13 +117,19 @@ class _Compiler(Arrays, Objects):
         if "const" in flat or "enum" in flat:
             return self._listed(flat, place)
         kinds = kinds_of(flat, place) if "type" in flat or not self._every else [*KEYWORDS]
+        typed = self._of_types(kinds, flat, place)
+        if not typed and "type" not in flat:  # what its keywords are for does not satisfy them, and all else does
+            typed = self._of_types([kind for kind in KEYWORDS if kind not in kinds], flat, place)
+        return either(typed)
+
+    def _of_types(self, kinds: Sequence[str], flat: Mapping[str, Any], place: str) -> list[Expression]:
         typed = [self._typed(kind, flat, place) for kind in kinds if kind != "integer" or "number" not in kinds]
-        return either([expression for expression in typed if not is_nothing(expression)])
+        return [expression for expression in typed if not is_nothing(expression)]
 
     def _reference(self, schema: Mapping[str, Any], place: str) -> Expression:
         """A reference, no more than `depth` times inside itself: a value that needs more levels is none."""
         check_keywords(schema, place, self._flat.unknown)
-        reference = schema["$ref"]
+        reference = self._flat.uri(schema, place)
         target, level = self._flat.found(reference, place), self._open.get(reference, 0)
         if level > self._depth:
             return NOTHING

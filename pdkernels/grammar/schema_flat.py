@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
 
 from pdkernels._validation import check
 from pdkernels.grammar.budget import OP, spend
 from pdkernels.grammar.recursion import cycles
 from pdkernels.grammar.schema_apart import OF_STRINGS, of_objects, of_texts
-from pdkernels.grammar.schema_keywords import Unknown, check_keywords, demands, modern
+from pdkernels.grammar.schema_keywords import Unknown, check_keywords, demands, is_note, modern
 from pdkernels.grammar.schema_merge import CONDITIONS, Flat, Merged, merged_all, unsupported
 from pdkernels.grammar.schema_negate import negated
 
-_VALUES = frozenset("const enum default example examples".split())
+_VALUES = frozenset("const enum".split())
+_DEFINITIONS = frozenset({"$defs", "definitions"})
 _BY_NAMES = frozenset(
     "properties patternProperties $defs definitions dependencies dependentRequired dependentSchemas".split()
 )
@@ -26,14 +27,11 @@ class Flattener:
 
     def __init__(self, root: Any, unknown: Unknown) -> None:
         self._root, self.unknown = root, unknown
-        subschemas = list(_inside(root))
-        self._named = {
-            subschema["$anchor"]: subschema for subschema in subschemas if isinstance(subschema.get("$anchor"), str)
-        }
-        names = [(subschema["$id"], subschema) for subschema in subschemas if isinstance(subschema.get("$id"), str)]
-        self._named |= {name[1:]: subschema for name, subschema in names if name.startswith("#")}  # of draft 7
-        self._bases = ["", *(name.rstrip("#") for name, subschema in names if subschema is root)]
-        self._inner = [name for name, subschema in names if subschema is not root and not name.startswith("#")]
+        self._base: dict[int, str] = {}
+        """The URIs that references in schemas start from, by the addresses of the schemas."""
+        self._at: dict[str, Any] = {}
+        """What URIs name, without a fragment or with the name of an anchor."""
+        self._walk(root)
         self._flat: dict[int, tuple[Any, Flat]] = {}
         """What schemas were flattened to, by their addresses: with the schemas, so that no other one gets the
         address."""
@@ -53,7 +51,8 @@ class Flattener:
         modern_schema = Merged(modern(demands(schema)))
         conjuncts = modern_schema.pop("allOf", [])
         if "$ref" in modern_schema:
-            conjuncts = [self.found(modern_schema.pop("$ref"), place), *conjuncts]
+            del modern_schema["$ref"]
+            conjuncts = [self.found(self.uri(schema, place), place), *conjuncts]
         if "not" in modern_schema:
             denied = self(modern_schema["not"], f"{place}/not")
             if denied is True or denied == {}:
@@ -77,58 +76,90 @@ class Flattener:
         flats = {id(flat): flat for flat in (self(conjunct, place) for conjunct in conjuncts)}  # each once
         return merged_all(modern_schema, list(flats.values()), place) if flats else modern_schema
 
+    def _walk(self, root: Any) -> None:
+        """Finds what has a name. An `$id` is the base of the references inside it."""
+        draft = str(root.get("$schema", "")) if isinstance(root, Mapping) else ""
+        alone = any(f"draft-0{number}" in draft for number in (3, 4, 6, 7))  # what is beside a $ref is nothing there
+
+        def base_of(schema: Mapping[str, Any], base: str) -> str:
+            name = schema.get("$id")
+            named = isinstance(name, str) and not name.startswith("#") and not (alone and "$ref" in schema)
+            return _joined(base, str(name)).partition("#")[0] if named else base
+
+        self._at[""] = root
+        if isinstance(root, Mapping) and isinstance(root.get("id"), str):  # of draft 4
+            self._at[root["id"].rstrip("#")] = root
+        for schema, base in _inside(root, base_of):
+            self._base[id(schema)] = base
+            if "$id" in schema:
+                self._at.setdefault(base, schema)
+            for name in (schema.get("$id"), "#" + str(schema.get("$anchor")) if "$anchor" in schema else None):
+                if isinstance(name, str) and name.startswith("#"):  # those of draft 7 are an $id
+                    self._at[base + name] = schema
+
+    def uri(self, schema: Mapping[str, Any], place: str) -> str:
+        """What the reference of a schema names."""
+        reference = schema["$ref"]
+        check(isinstance(reference, str) and reference != "", OP, f"$ref at {place}", "be a URI", repr(reference))
+        return _joined(self._base.get(id(schema), ""), reference)
+
     def cycles(self) -> dict[str, list[str]]:
         """Of each reference those that are recursive with it, as `recursion.cycles` has them."""
-        uses, queue = dict[str, list[str]](), _references(self._root)
-        for reference in queue:
-            if reference not in uses:
-                uses[reference] = []
+        uses, queue = dict[str, list[str]](), self._uris(self._root)
+        for uri in queue:
+            if uri not in uses:
+                uses[uri] = []
                 with suppress(ValueError, NotImplementedError):  # raised where it is followed, if it is
-                    uses[reference] = _references(self.found(reference, "#"))
-                queue += uses[reference]
+                    uses[uri] = self._uris(self.found(uri, "#"))
+                queue += uses[uri]
         return cycles(uses)
 
-    def found(self, reference: Any, place: str) -> Any:
-        """The part of the root that a reference names."""
-        uri = reference if isinstance(reference, str) else ""
+    def _uris(self, schema: Any) -> list[str]:
+        """What the references of a schema name."""
+        inside = [subschema for subschema, _ in _inside(schema) if isinstance(subschema.get("$ref"), str)]
+        return list(dict.fromkeys(self.uri(subschema, "#") for subschema in inside))
+
+    def found(self, uri: str, place: str) -> Any:
+        """The part of the root that a URI names."""
         base, _, path = uri.partition("#")
-        local = uri != "" and base in self._bases
         remedy = "Only those into the schema itself are followed."
-        unsupported(not local, place, f"the reference {reference!r}", remedy)
-        unsupported(
-            bool(self._inner), place, f"a reference beside {self._inner and self._inner[0]!r}, an $id inside it"
-        )
-        node = self._root
+        unsupported(base not in self._at, place, f"the reference {uri!r}", remedy)
         if path and not path.startswith("/"):
-            check(path in self._named, OP, f"$ref at {place}", "point into the schema", repr(reference))
-            return self._named[path]
+            check(uri in self._at, OP, f"$ref at {place}", "point into the schema", repr(uri))
+            return self._at[uri]
+        node = self._at[base]
         for segment in path.split("/")[1:]:
             name = unquote(segment).replace("~1", "/").replace("~0", "~")
             if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
                 node = node[int(name)]
                 continue
             there = isinstance(node, Mapping) and name in node
-            check(there, OP, f"$ref at {place}", "point into the schema", repr(reference))
+            check(there, OP, f"$ref at {place}", "point into the schema", repr(uri))
             node = node[name]
         return node
 
 
-def _inside(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects of a schema that may be schemas: those by the names of properties and in values are others."""
-    queue = [(schema, False)]
+def _joined(base: str, reference: str) -> str:
+    return base + reference if reference.startswith("#") else urljoin(base, reference)
+
+
+def _inside(
+    schema: Any, base_of: Callable[[Mapping[str, Any], str], str] = lambda schema, base: base
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """All objects of a schema that may be schemas: those by the names of properties and in values are others. Each with
+    its base, which `base_of` finds from the one around it."""
+    queue = [(schema, False, "")]
     while queue:
         spend()
-        node, by_names = queue.pop()
-        inner = [(value, False) for value in node] if isinstance(node, list) else []
+        node, by_names, base = queue.pop()
+        inner = [(value, False, base) for value in node] if isinstance(node, list) else []
         if isinstance(node, Mapping):
             if not by_names:
-                yield node
-            values = frozenset[str]() if by_names else _VALUES
-            inner = [(two, name in _BY_NAMES and not by_names) for name, two in node.items() if name not in values]
+                base = base_of(node, base)
+                yield node, base
+            inner = [
+                (part, name in _BY_NAMES and not by_names, base)
+                for name, part in node.items()
+                if by_names or name in _DEFINITIONS or not (name in _VALUES or is_note(name))
+            ]
         queue += reversed(inner)
-
-
-def _references(schema: Any) -> list[str]:
-    """The references of a schema."""
-    references = [subschema["$ref"] for subschema in _inside(schema) if isinstance(subschema.get("$ref"), str)]
-    return list(dict.fromkeys(references))

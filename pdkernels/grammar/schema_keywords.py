@@ -11,6 +11,7 @@ from pdkernels._validation import check, check_text, did_you_mean, refuse
 from pdkernels.grammar.language import OP
 from pdkernels.grammar.regex import parsed
 from pdkernels.grammar.schema_formats import KNOWN as FORMATS
+from pdkernels.grammar.schema_formats import OF_STRINGS
 from pdkernels.grammar.schema_merge import CONDITIONS, unsupported
 
 _NOTES = frozenset(
@@ -132,7 +133,9 @@ def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> N
             check(isinstance(entry, str), OP, f"{keyword} at {place}", "hold strings", type(entry).__name__)
     applicable = frozenset[str]().union(*(KEYWORDS.get(entry, frozenset()) for entry in kinds))
     stray = sorted(name for name in schema if not is_note(name) and name not in _APPLIED | applicable) if kinds else []
-    for name in stray:
+    if kinds and "string" not in kinds and schema.get("format") in OF_STRINGS:
+        stray.append("format")
+    for name in dict.fromkeys(stray):
         unknown.setdefault((f"type {of!r}", name), place)
 
 

@@ -35,7 +35,8 @@ NO_MULTIPLE = "$noMultiple"
 FRACTIONAL = "$fractional"
 """Of a number that is not whole."""
 UNSEEN = "$unseen"
-"""A tuple of properties that are named to exclude values, so that `unevaluatedProperties` holds for them."""
+"""A tuple of properties that are named to exclude values, so that `unevaluatedProperties` holds for them; "*" for all
+that may be."""
 
 _HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minContains", "minProperties")
 _LOWER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxContains", "maxProperties")

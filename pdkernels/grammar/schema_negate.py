@@ -27,6 +27,8 @@ _FREE = frozenset({"propertyOrdering", "minContains", "maxContains", "uniqueItem
 """Keywords that demand nothing alone; `uniqueItems` is looked at where it is true."""
 _OTHER_NAMES = frozenset("additionalProperties unevaluatedProperties patternProperties propertyNames".split())
 """What denies these has a property that the schema does not name, and texts have none."""
+_SILENT = Merged({UNSEEN: ("*",)})
+"""Beside a schema that holds because it is denied twice: no property is known by it."""
 _MAX_PAIRS = 15
 _EXCLUSIVE = {
     "minimum": "exclusiveMaximum",
@@ -68,16 +70,16 @@ def _without(name: str, value: Any, schema: Mapping[str, Any], place: str) -> It
     elif name in ("const", "enum"):
         yield from _unlisted(different([value] if name == "const" else value))
     elif name == "not":
-        yield value
+        yield {"allOf": [value, _SILENT]}
     elif name == "anyOf":
         yield {"allOf": [{"not": branch} for branch in value]}
     elif name == "oneOf":
         yield {"allOf": [{"not": branch} for branch in value]}
         unsupported(len(value) > _MAX_PAIRS, place, "so many branches of a oneOf in a not")
-        yield from ({"allOf": list(pair)} for pair in combinations(value, 2))
+        yield from ({"allOf": [*pair, _SILENT]} for pair in combinations(value, 2))
     elif name == CONDITIONS:
         for when, then, otherwise in value:
-            yield {"allOf": [when, {"not": then}]}
+            yield {"allOf": [when, {"not": then}, _SILENT]}
             yield {"allOf": [{"not": when}, {"not": otherwise}]}
     elif name in KEYWORDS["string"] and name != "format":
         yield from _of_strings(name, value)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from decimal import Decimal, localcontext
 from typing import Any, NamedTuple
 
-from pdkernels.grammar.language import NOTHING, Expression, Seq, both, is_nothing, without
-from pdkernels.grammar.numbers import MAX_FRACTION, PLAIN, POINTED, Range, integers, multiples, numbers
+from pdkernels.grammar.language import NOTHING, Alt, Expression, Seq, both, is_nothing, without
+from pdkernels.grammar.numbers import MAX_FRACTION, POINTED, SHORT, Range, integers, multiples, numbers
 from pdkernels.grammar.schema_formats import OF_NUMBERS
 from pdkernels.grammar.schema_merge import FRACTIONAL, NO_MULTIPLE, unsupported
 
@@ -29,10 +29,7 @@ def _bounds_of(kind: str, schema: Mapping[str, Any], place: str) -> _Bounds:
     low, high = schema.get("minimum"), schema.get("maximum")
     names = schema.get("format", ())
     for name in (names,) if isinstance(names, str) else names:
-        if name not in OF_NUMBERS:
-            beside_strings = "string" in schema.get("type", ("string",))  # it is for them
-            supported = f"Of numbers known: {', '.join(OF_NUMBERS)}."
-            unsupported(not beside_strings, f"{place}/format", f"{name!r}", supported)
+        if name not in OF_NUMBERS:  # it is for strings
             continue
         minimum, maximum = OF_NUMBERS[name]
         low = minimum if low is None else low if minimum is None else max(low, minimum)
@@ -77,15 +74,20 @@ def number_of(
     few = kind == "number" and is_nothing(expression) and any(range_.halves)
     fault = f"numbers that need more than {MAX_FRACTION} digits after the point, or {len(str(_MAX_LOW))} before it"
     unsupported(far or few, place, fault)
+    source, steps = f"the schema at {place}", _steps(schema, "multipleOf")
+    excluded_steps = _steps(schema, NO_MULTIPLE)
+    exact = bool(steps or excluded_steps or FRACTIONAL in schema)  # what a double rounds would be told wrongly
+    if kind == "number" and exact:
+        expression = both(expression, SHORT, source)
     if pointed and kind == "integer" and not is_nothing(expression):
-        expression = Seq((expression, POINTED))
-    source = f"the schema at {place}"
-    for step in _steps(schema, "multipleOf"):
+        with_point: Expression = Seq((expression, POINTED))
+        if exact or low is not None or high is not None:
+            with_point = both(with_point, SHORT, source)
+        expression = Alt((expression, with_point))
+    for step in steps:
         expression = both(expression, _multiples(step, f"{place}/multipleOf"), source)
-    excluded = [_multiples(step, f"{place}/not/multipleOf") for step in _steps(schema, NO_MULTIPLE)]
+    excluded = [_multiples(step, f"{place}/not/multipleOf") for step in excluded_steps]
     excluded += [multiples(Decimal(1))] if FRACTIONAL in schema else []
-    if excluded and kind == "number":  # their multiples are known among those without an exponent
-        expression = both(expression, PLAIN, source)
     for machine in excluded:
         expression = without(expression, machine, source)
     return expression

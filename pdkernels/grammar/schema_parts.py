@@ -10,6 +10,7 @@ from pdkernels._validation import refuse
 from pdkernels.grammar.language import (
     EMPTY,
     OP,
+    Alt,
     Chars,
     Expression,
     Machine,
@@ -58,7 +59,9 @@ class Parts:
         if self._every and isinstance(value, str):
             return quoted(text(value), every=True)
         written = text(json.dumps(value, ensure_ascii=False, allow_nan=False))
-        return Seq((written, POINTED)) if self._every and type(value) is int else written
+        if not self._every or type(value) not in (int, float) or value != value // 1:
+            return written
+        return Alt((written, Seq((text(str(int(value))), POINTED))))
 
     def _joined(self, items: Sequence[Expression]) -> Expression:
         return Seq(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
 import warnings
 from typing import Any
 
@@ -284,10 +286,10 @@ def test_long_bounds() -> None:
 def test_a_smaller_language_that_fits() -> None:
     """What is left out is named, and everything that is left satisfies the schema."""
     long = _of(title={"type": "string", "maxLength": 30}, text={"type": "string", "minLength": 2, "maxLength": 5000})
-    with pytest.warns(UserWarning, match="the schema needs too many states: .*maxLength and maxItems are at most 128"):
+    with pytest.warns(UserWarning, match="the schema needs too many states: .*maxLength and maxItems are at most 256"):
         grammar = Grammar.json_schema(long, fit=True)
-    assert grammar.matches(json.dumps({"title": "a" * 30, "text": "b" * 128}))
-    assert not grammar.matches(json.dumps({"text": "b" * 129})) and not grammar.matches('{"text": "b"}')
+    assert grammar.matches(json.dumps({"title": "a" * 30, "text": "b" * 256}))
+    assert not grammar.matches(json.dumps({"text": "b" * 257})) and not grammar.matches('{"text": "b"}')
     many = {"type": "array", "maxItems": 900, "items": {"type": "array", "maxItems": 900, "items": WORD}}
     with pytest.warns(UserWarning, match="maxItems are at most 16"):
         assert Grammar.json_schema(many, fit=True).matches('[["a", "b"], []]')
@@ -296,6 +298,36 @@ def test_a_smaller_language_that_fits() -> None:
         assert Grammar.json_schema(DIGIT, fit=True).matches("3")
     with pytest.raises(TypeError, match="fit must be a bool"):
         Grammar.json_schema(DIGIT, fit=1)  # type: ignore[arg-type]
+
+
+def test_references_by_uri() -> None:
+    """An `$id` is the base of the references inside it; jsonschema's registry reads them in the same way."""
+    schema = {
+        "$id": "https://a.org/root.json",
+        **_of(
+            n={"$ref": "inner/n.json"}, w={"$ref": "https://a.org/inner/w.json#word"}, m={"$ref": "#/$defs/in/$defs/n"}
+        ),
+        "$defs": {
+            "in": {"$id": "inner/n.json", "$ref": "#/$defs/n", "$defs": {"n": DIGIT}},
+            "w": {"$id": "inner/w.json", "$defs": {"w": {"$anchor": "word", **WORD}}},
+        },
+    }
+    grammar, check = Grammar.json_schema(schema), jsonschema.Draft202012Validator(schema)
+    for value in ({"n": 3}, {"w": "ab"}, {"m": 4}, {"n": "a"}, {"w": 3}, {"m": 10}):
+        assert grammar.matches(json.dumps(value)) == check.is_valid(value), value
+    unknown = {"note": {"$id": "https://a.org/n.json", **DIGIT}, "$ref": "https://a.org/n.json"}
+    with pytest.raises(NotImplementedError, match="the reference 'https://a.org/n.json'"):
+        Grammar.json_schema(unknown, unknown="ignore")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["^$|^[ab]+$", "^(a|b$)", "(^a|b)$", "a?^b", "(^a)?b", "^(a(b$|a)|-)", "(?<x>a)b$", "(?:^|-)a(?:-|$)"]
+)
+def test_anchors_inside_patterns(pattern: str) -> None:
+    grammar = Grammar.json_schema({"type": "string", "pattern": pattern})
+    read = re.compile(pattern.replace("?<x>", "?P<x>"))
+    for text in ("".join(letters) for length in range(5) for letters in itertools.product("ab-", repeat=length)):
+        assert grammar.matches(json.dumps(text)) == bool(read.search(text)), text
 
 
 # Schemas, texts that only `texts="all"` has, and texts of no language.
