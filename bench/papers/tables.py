@@ -11,7 +11,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.papers import fixed_acceptance, grid_search, planned_baselines, recurrent_ablations, runs, sampled_drafts, segments, strategies, trainings
+from bench.papers import (
+    fixed_acceptance,
+    grid_search,
+    planned_baselines,
+    recurrent_ablations,
+    runs,
+    sampled_drafts,
+    segments,
+    strategies,
+    trainings,
+)
 from bench.papers.runs import Progress
 from pdkernels._validation import check
 from pdkernels.evaluation.planned import interval

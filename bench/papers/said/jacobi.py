@@ -135,6 +135,13 @@ ROWS = (
         ("tests/papers/test_searches.py::test_a_hill_is_found", "tests/papers/test_searches.py::test_a_small_search"),
         figures=("search",),
     ),
+    Row(
+        "4.3, spawn ratio",
+        "When the next block begins",
+        ("bench.papers.runs",),
+        ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
+        figures=("ratios",),
+    ),
 )
 
 MISSING = (

@@ -113,6 +113,7 @@ ROWS = (
             "tests/training/test_drafts.py::test_samples_have_the_law_of_the_drafter",
             "tests/training/test_drafts.py::test_one_packed_forward_is_the_two_passes_of_the_paper",
         ),
+        figures=("sampled-drafts",),
     ),
     Row(
         "3.4, appendix C, Figure 12",
@@ -174,6 +175,14 @@ ROWS = (
         ("bench.papers.trainings",),
         ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
         figures=("sampler",),
+    ),
+    Row(
+        "Tables 6 and 10",
+        "Linear self-speculation with and without the adapter, by task",
+        ("bench.papers.sampled_drafts",),
+        ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
+        differs="on kinds of sums and source, with one tiny model; the drafters beside it in Table 10 have other targets",
+        figures=("adapter",),
     ),
 )
 

@@ -138,6 +138,28 @@ ROWS = (
         figures=("texts",),
     ),
     Row(
+        "Table 2",
+        "The same defaults on other weights",
+        ("bench.papers.recurrent_ablations",),
+        ("tests/papers/test_recurrent_ablations.py::test_rows_of_both_tables",),
+        differs="weights of one short fine-tuning, and their average",
+        figures=("variants",),
+    ),
+    Row(
+        "Figure 14",
+        "The options of the sampler on a fine-tuned model",
+        ("bench.papers.recurrent_ablations",),
+        ("tests/papers/test_recurrent_ablations.py::test_rows_of_both_tables",),
+        figures=("robustness",),
+    ),
+    Row(
+        "3.4",
+        "Schedules of noise: linear, by the root of the steps, constant, and the released code's",
+        ("bench.papers.recurrent_ablations",),
+        ("tests/papers/test_recurrent_ablations.py::test_every_schedule_has_rows",),
+        figures=("schedules",),
+    ),
+    Row(
         "A.3",
         "Training with random unrolling, of a log-normal Poisson law, and truncated backpropagation",
         ("pdkernels.training.draw_recurrences", "pdkernels.training.unrolled_logits"),
