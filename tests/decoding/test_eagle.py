@@ -201,7 +201,7 @@ def test_the_steps_of_the_plain_form_of_trees(size: int, branches: int, nodes: i
             assert [list(step.draft) for step in alone.stats.trace[0]] == expected.drafts
             chain = Plain(model, head, temperature, seed).run(prompt, LIMIT, size)
             off_the_chain += expected.accepted != chain.accepted
-    assert off_the_chain > 1
+    assert off_the_chain >= 1
 
 
 def test_end_tokens_in_trees() -> None:
