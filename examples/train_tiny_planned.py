@@ -155,7 +155,9 @@ def main(
     attention: Annotated[str, typer.Option(help="Chunks of a batch see each other: dense, sparse, or both.")] = "both",
     tags_removed: Annotated[bool, typer.Option("--tags-removed", help="Train the autoregressive baseline.")] = False,
     ablate: Annotated[str, typer.Option(help="What plans lack: none, topic or sync.")] = "none",
-    past: Annotated[str, typer.Option(help="What later rounds see of earlier ones: noisy, clean, or clean_plans.")] = "noisy",
+    past: Annotated[
+        str, typer.Option(help="What later rounds see of earlier ones: noisy, clean, or clean_plans.")
+    ] = "noisy",
     plan_weight: Annotated[float, typer.Option(help="Weight of the loss of plans, which have few tokens.")] = 3.0,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 50,
