@@ -123,7 +123,7 @@ def test_pages_report_what_is_not_measured(tmp_path: Path) -> None:
             ["planed"],
             "paper must be one of jacobi, recurrent, nemotron, slowfast, planned-diffusion, released, got 'planed'",
         ),
-        (["recurrent", "knee"], "figure must be one of prefill, decoding, variants, robustness"),
+        (["recurrent", "knee"], "figure must be one of prefill, decoding, static, cache, grid, threshold"),
         (["recurrent", "--resume"], "--resume must be with --output"),
     ],
 )
