@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     },
 }
 """How drafts and verifier sample, and how drafts are accepted."""
+Counts = dict[tuple[str, str, str], list[Tensor]]
+"""Of a task, an adapter and a condition: `counts_of` each of its trainings."""
 DRAFTS, ACCEPTED, TOKENS, FORWARDS = range(4)
 MEASURES = {"accepted per draft": (ACCEPTED, DRAFTS), "tokens per forward": (TOKENS, FORWARDS)}
 RESAMPLES = 2000
@@ -51,8 +55,6 @@ def without_adapter(model: Any) -> Any:
 
 def own_texts(model: Any, seed: int, count: int) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
     """Greedy texts of the model after `count` sums and after as many pieces of source: ids, and the length of the prompt."""
-    from itertools import islice
-
     from pdkernels.training import arithmetic, as_ids, standard_library
 
     sums = [torch.tensor(list(problem.prompt.encode())) for problem in islice(arithmetic(seed), count)]
@@ -71,13 +73,10 @@ def own_texts(model: Any, seed: int, count: int) -> tuple[list[tuple[Tensor, int
 
 
 def trained(
-    bare: Any,
-    texts: Sequence[Sequence[tuple[Tensor, int]]],
-    share: float,
-    seed: int,
-    progress: Progress = lambda *_: None,
-) -> tuple[Any, dict[str, float]]:
-    """The model with an adapter trained on drafts of its own, of which `share` are sampled; means over the last half of the steps."""
+    bare: Any, texts: Sequence[Sequence[tuple[Tensor, int]]], share: float, seed: int, progress: Callable[[float], None]
+) -> tuple[Any, float]:
+    """The model with an adapter trained on drafts of its own, of which `share` are sampled,
+    and the share of rows that the loss read in the last half of the steps."""
     from pdkernels.training import attach_drafter_, count_accepted, drafter_loss, draw_drafts, pack_drafts
 
     model, mask = copy.deepcopy(bare), bare.mask_token
@@ -86,7 +85,7 @@ def trained(
     order, chance = (torch.Generator().manual_seed(seed + offset) for offset in (100, 200))
     seen = []
     for step in range(STEPS):
-        progress("", step / STEPS)
+        progress(step / STEPS)
         chosen = [
             part[index]
             for part in texts
@@ -110,7 +109,7 @@ def trained(
         if 2 * step >= STEPS:
             read = (accepted + 1).clamp(max=width - 1).double() / (width - 1)
             seen.append(float(read.mean()))
-    return model.requires_grad_(False), {"share of rows read": sum(seen) / max(len(seen), 1)}
+    return model.requires_grad_(False), sum(seen) / len(seen)
 
 
 # ---- measurement
@@ -123,9 +122,10 @@ def counts_of(model: Any, task: Task, size: int, prompts: Sequence[str] | None =
         given["end_tokens"] = task.end_tokens
     asked = list(task.prompts if prompts is None else prompts)
     found = decoding.generate(model, asked, "linear_self_speculation", **given)
+    traces: Any = found.stats.trace
     rows = [
         [len(steps), sum(step.accepted - 1 for step in steps), len(text), 1 + sum(step.forwards for step in steps)]
-        for steps, text in zip(found.stats.trace or (), found.tokens, strict=True)
+        for steps, text in zip(traces, found.tokens, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.float64)
 
@@ -159,53 +159,21 @@ def sampled_drafts(problems: int, progress: Progress) -> dict[str, Any]:
     tasks = {name: make_task(name, problems) for name in ("sums", "source")}
     adapters: dict[str, list[Any]] = {"none": [bare], "shipped": [shipped]}
     read: dict[str, float] = {}
-    for number, seed in enumerate(SEEDS):
-        texts = own_texts(bare, 1000 + seed, TEXTS)
-        for place, (name, share) in enumerate(SHARES.items()):
-            done = 0.7 * (number + place / len(SHARES)) / len(SEEDS)
-            step = 0.7 / len(SEEDS) / len(SHARES)
-            shown = f"{name}, seed {seed}"
-            model, facts = trained(
-                bare,
-                texts,
-                share,
-                seed,
-                lambda _, part, shown=shown, done=done, step=step: progress(shown, done + step * part),
-            )
-            adapters.setdefault(name, []).append(model)
-            read[name] = read.get(name, 0.0) + facts["share of rows read"] / len(SEEDS)
-    counts: dict[tuple[str, str, str], list[Tensor]] = {}
+    trainings = [(seed, name, share) for seed in SEEDS for name, share in SHARES.items()]
+    for number, (seed, name, share) in enumerate(trainings):
+        if number % len(SHARES) == 0:
+            texts = own_texts(bare, 1000 + seed, TEXTS)
+        shown = partial(_advance, progress, f"{name}, seed {seed}", 0.7 * number / len(trainings), 0.7 / len(trainings))
+        model, rows_read = trained(bare, texts, share, seed, shown)
+        adapters.setdefault(name, []).append(model)
+        read[name] = read.get(name, 0.0) + rows_read / len(SEEDS)
+    counts: Counts = {}
     cases = [(task, name, condition) for task in tasks for name in adapters for condition in CONDITIONS]
     for number, (task, name, condition) in enumerate(cases):
         progress(f"{task}, {name}, {condition}", 0.7 + 0.3 * number / len(cases))
         options = CONDITIONS[condition]
         counts[task, name, condition] = [counts_of(model, tasks[task], BLOCK, **options) for model in adapters[name]]
-    rows = []
-    for task in tasks:
-        for measure in MEASURES:
-
-            def values(
-                name: str, condition: str, run: int | None = None, task: str = task, measure: str = measure
-            ) -> Tensor:
-                """Of one training, or of all seeds together."""
-                found = counts[task, name, condition]
-                return resampled(torch.stack(found).sum(0) if run is None else found[run], measure)
-
-            greedy, sampled = SHARES
-            shown: dict[str, dict[str, str]] = {
-                name: {condition: cell(values(name, condition)) for condition in CONDITIONS} for name in adapters
-            }
-            for name in SHARES:
-                shown[f"{name} - none"] = {
-                    condition: cell(values(name, condition) - values("none", condition), "+")
-                    for condition in CONDITIONS
-                }
-            for number, seed in enumerate(SEEDS):
-                shown[f"sampled - greedy, seed {seed}"] = {
-                    condition: cell(values(sampled, condition, number) - values(greedy, condition, number), "+")
-                    for condition in CONDITIONS
-                }
-            rows += [{"task": task, "": measure, "adapter": name, **cells} for name, cells in shown.items()]
+    rows = [row for task in tasks for measure in MEASURES for row in _rows(counts, task, measure, list(adapters))]
     return {
         "model": MODEL,
         "block size": BLOCK,
@@ -220,7 +188,29 @@ def sampled_drafts(problems: int, progress: Progress) -> dict[str, Any]:
     }
 
 
-# ---- Table 6
+def _advance(progress: Progress, what: str, start: float, whole: float, share: float) -> None:
+    progress(what, start + whole * share)
+
+
+def _rows(counts: Counts, task: str, measure: str, adapters: Sequence[str]) -> list[dict[str, str]]:
+    """Adapters over all seeds, then differences: to no adapter over all seeds, and between the two trainings of a seed."""
+
+    def values(name: str, condition: str, number: int | None = None) -> Tensor:
+        found = counts[task, name, condition]
+        return resampled(torch.stack(found).sum(0) if number is None else found[number], measure)
+
+    greedy, sampled = SHARES
+    told = {name: {key: cell(values(name, key)) for key in CONDITIONS} for name in adapters}
+    for name in SHARES:
+        told[f"{name} - none"] = {key: cell(values(name, key) - values("none", key), "+") for key in CONDITIONS}
+    for number, seed in enumerate(SEEDS):
+        told[f"sampled - greedy, seed {seed}"] = {
+            key: cell(values(sampled, key, number) - values(greedy, key, number), "+") for key in CONDITIONS
+        }
+    return [{"task": task, "": measure, "adapter": name, **cells} for name, cells in told.items()]
+
+
+# ---- Tables 6 and 10
 
 
 def adapter(problems: int, progress: Progress) -> dict[str, Any]:
@@ -236,7 +226,7 @@ def adapter(problems: int, progress: Progress) -> dict[str, Any]:
         for sign, kind in KINDS.items()
     }
     groups["source"] = source, source.prompts
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, size in enumerate(WIDTHS):
         counts = {}
         for name, model in pair.items():
@@ -250,9 +240,9 @@ def adapter(problems: int, progress: Progress) -> dict[str, Any]:
                 mean = round(sum(float(value[0]) for value in found) / len(found), 2)
                 rows.append({"block size": size, "": measure, "adapter": name, **cells, "mean": mean})
             gains = [one - other for one, other in zip(values["with"], values["without"], strict=True)]
-            cells = {kind: cell(gain, "+") for kind, gain in zip(groups, gains, strict=True)}
-            mean = cell(torch.stack(gains).mean(0), "+")
-            rows.append({"block size": size, "": measure, "adapter": "with - without", **cells, "mean": mean})
+            told = {kind: cell(gain, "+") for kind, gain in zip(groups, gains, strict=True)}
+            told["mean"] = cell(torch.stack(gains).mean(0), "+")
+            rows.append({"block size": size, "": measure, "adapter": "with - without", **told})
     asked = ", ".join(f"{len(prompts)} {kind}" for kind, (_, prompts) in groups.items())
     return {"model": MODEL, "prompts": asked, "temperature": 0, "device": processor(), "rows": rows}
 

@@ -51,7 +51,7 @@ def test_trainings_differ_in_their_drafts_alone(small: None, monkeypatch: pytest
     pack, draw = training.pack_drafts, training.draw_drafts
     monkeypatch.setattr(training, "pack_drafts", lambda *given: seen.append(given) or pack(*given))
     monkeypatch.setattr(training, "draw_drafts", lambda *given, **more: seen.append(more) or draw(*given, **more))
-    found = [script.trained(bare, texts, share, 5)[0] for share in (0.0, 0.9)]
+    found = [script.trained(bare, texts, share, 5, lambda done: None)[0] for share in (0.0, 0.9)]
     packed, drawn = seen[::2], seen[1::2]
     assert drawn == [{"sampled_share": 0.0}] * 3 + [{"sampled_share": 0.9}] * 3
     for one, other in zip(packed[:3], packed[3:], strict=True):
