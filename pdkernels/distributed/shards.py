@@ -53,8 +53,9 @@ class Shards:
         if isinstance(config, HybridConfig):
             expectation, remedy = "have attention in every layer", "Load it on one rank."
             raise NotImplementedError(message(OP, "model", expectation, "a hybrid", remedy))
-        if isinstance(config, TransformerConfig) and config.whole_qk_norm:
-            raise NotImplementedError(message(OP, "model", "norm each head of q and k", "norms over all heads"))
+        if isinstance(config, TransformerConfig) and not config.usual:
+            expectation, remedy = "have the layers of Llama or Qwen3", "Load it on one rank."
+            raise NotImplementedError(message(OP, "model", expectation, "others", remedy))
         expectation = f"be divisible by the {ranks} ranks"
         check(config.heads % ranks == 0, OP, "heads", expectation, config.heads)
         check(config.intermediate_size % ranks == 0, OP, "intermediate_size", expectation, config.intermediate_size)

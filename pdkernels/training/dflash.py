@@ -141,7 +141,7 @@ class _Blocks:
         self._context, self._own = table.at(positions[: mask.base_len]), table.at(positions[mask.base_len :])
         windows: Any = head.config.body.windows or (None,) * head.config.body.layers
         masks = {window: mask if window is None else windowed(window) for window in set(windows)}
-        plans = {window: own.queries.plan(_TILE, _TILE, hidden.device) for window, own in masks.items()}
+        plans = {window: window_mask.queries.plan(_TILE, _TILE, hidden.device) for window, window_mask in masks.items()}
         self._plans = [plans[window] for window in windows]
 
     def attend_(self, qkv: Tensor, layer: int) -> Tensor:

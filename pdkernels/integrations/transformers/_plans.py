@@ -123,17 +123,17 @@ def _starts(seen: Tensor, offset: int) -> Tensor | None:
     ``offset + i``."""
     first = seen.to(torch.uint8).argmax(-1)
     keys = torch.arange(seen.shape[2], device=seen.device)
-    own = torch.arange(offset, offset + seen.shape[1], device=seen.device)
-    run = (keys >= first[..., None]) & (keys <= own[:, None])
+    rows_at = torch.arange(offset, offset + seen.shape[1], device=seen.device)
+    run = (keys >= first[..., None]) & (keys <= rows_at[:, None])
     return first if torch.equal(run, seen) else None
 
 
 def plan_after(starts: Tensor, offset: int, keys: int) -> TilePlan:
     """The plan of rows that see all from `starts` to themselves: row i is key ``offset + i``."""
-    key, own = (torch.arange(first, keys, device=starts.device) for first in (0, offset))
+    key, rows_at = (torch.arange(first, keys, device=starts.device) for first in (0, offset))
 
     def visible(first: int, last: int) -> Tensor:
-        return (key >= starts[:, first:last, None]) & (key <= own[first:last, None])
+        return (key >= starts[:, first:last, None]) & (key <= rows_at[first:last, None])
 
     return plan_of(visible, starts.shape[1], keys)
 

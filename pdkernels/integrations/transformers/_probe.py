@@ -140,31 +140,31 @@ def reach_of(
         config, "attn_temperature_tuning", False
     ):  # Llama 4 scales queries by their place in the rows of a forward
         positions = min(positions, int(getattr(config, "floor_scale", positions)))
-    asked: list[tuple[int | None, Any]] = []
+    rules: list[tuple[int | None, Any]] = []
     try:
-        with torch.no_grad(), asked_masks(asked):
+        with torch.no_grad(), asked_masks(rules):
             run(tokens)
     except _FAULTS:
-        asked = []  # our own masks still run; the comparison below decides
-    found: dict[int, Window] = {}
-    for layer, visible in asked:
+        rules = []  # our own masks still run; the comparison below decides
+    windows_of: dict[int, Window] = {}
+    for layer, visible in rules:
         longest = min(positions, 1 << 20)
-        plain = _sees_all(visible, longest, tokens.device, positions)
-        if plain >= positions:
+        first_hidden = _sees_all(visible, longest, tokens.device, positions)
+        if first_hidden >= positions:
             continue
-        window = _window_of(visible, plain, longest, tokens.device) if windows and layer is not None else None
+        window = _window_of(visible, first_hidden, longest, tokens.device) if windows and layer is not None else None
         if window is None or layer is None:
-            positions = min(positions, plain)
+            positions = min(positions, first_hidden)
         else:
-            found[layer] = window
+            windows_of[layer] = window
     for layer_kinds, size in _stated(config):
         # Layers that state a window which no mask of theirs has may compute it themselves.
-        hidden = {window.size for window in found.values()}
-        if size < positions and not (size in hidden and layer_kinds <= found.keys()):
+        hidden = {window.size for window in windows_of.values()}
+        if size < positions and not (size in hidden and layer_kinds <= windows_of.keys()):
             positions = size
     if positions < 1:
         refuse("have rows that see what precedes them", name)
-    return Reach(positions, {layer: window for layer, window in found.items() if window.size < positions})
+    return Reach(positions, {layer: window for layer, window in windows_of.items() if window.size < positions})
 
 
 def _stated(config: Any) -> Iterator[tuple[set[int], int]]:
@@ -191,8 +191,8 @@ def _window_of(visible: Callable[..., Tensor], size: int, longest: int, device: 
 def _same(visible: Callable[..., Tensor], window: Window, row: int, device: torch.device) -> bool:
     keys = torch.arange(row + 1, device=device)
     zero = torch.zeros_like(keys)
-    shown = torch.as_tensor(visible(zero, zero, zero + row, keys)).expand(keys.shape)
-    return torch.equal(shown, keys >= window.first(keys[-1:]))
+    visible_keys = torch.as_tensor(visible(zero, zero, zero + row, keys)).expand(keys.shape)
+    return torch.equal(visible_keys, keys >= window.first(keys[-1:]))
 
 
 def _rotary_rules(config: Any) -> Iterator[dict[str, Any]]:

@@ -114,6 +114,8 @@ class Seen(NamedTuple):
 
     visibility: Visibility
     starts: torch.Tensor | None = None
+    rotation: Rotation | None = None
+    """Of its rows; None: that of all layers."""
 
 
 def seen_by_layer(
@@ -132,11 +134,11 @@ def seen_by_layer(
     different = {window for window in windows if window is not None}
     if not different:
         return ()
-    found: dict[Window | None, Seen] = {None: Seen(visibility)}
+    by_window: dict[Window | None, Seen] = {None: Seen(visibility)}
     mask = visibility.mask
     if lengths is not None and isinstance(mask, TilePlan):
         starts = first_seen(different, lengths, rows, offsets, mask)
-        found |= {window: Seen(visibility, starts[window]) for window in different}
+        by_window |= {window: Seen(visibility, starts[window]) for window in different}
     elif isinstance(mask, torch.Tensor):
         where = torch.arange(rows, device=device) if offsets is None else offsets
         keys = where
@@ -146,13 +148,13 @@ def seen_by_layer(
             keys = torch.cat([cached, where], 1)
         for window in different:
             hidden = hide(mask, window, where[..., None, :], keys[..., None, :])
-            found[window] = Seen(visibility._replace(mask=hidden))
+            by_window[window] = Seen(visibility._replace(mask=hidden))
     else:
         plan_of = partial(windowed_plan, rows=rows, device=device, mask=mask, positions=offsets)
         for window in different:
             plan = plan_of(window)
-            found[window] = Seen(Visibility(plan))
-    return tuple(found[window] for window in windows)
+            by_window[window] = Seen(Visibility(plan))
+    return tuple(by_window[window] for window in windows)
 
 
 class NewRows(NamedTuple):
@@ -166,16 +168,20 @@ class NewRows(NamedTuple):
     counts: torch.Tensor | None = None
     seen: tuple[Seen, ...] = ()
     """In each layer, if they differ."""
+    query_factor: float | None = None
+    """Of queries, beside the one of attention."""
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
         # `split` of a tensor is a function in Python that calls this one.
         qk, v = qkv.split_with_sizes((qkv.shape[2] - self.kv_heads, self.kv_heads), -2)
-        qk = rotated(qk, self.rotation, self.style)
+        visibility, starts, rotation = self.seen[layer] if self.seen else (self.visibility, None, None)
+        qk = rotated(qk, self.rotation if rotation is None else rotation, self.style)
         q, k = qk.split_with_sizes((qk.shape[2] - self.kv_heads, self.kv_heads), -2)
+        if self.query_factor is not None:
+            q = q * self.query_factor
         if self.rotation.query_scale is not None:
             q = q * self.rotation.query_scale.to(q.dtype)
-        visibility, starts = self.seen[layer] if self.seen else (self.visibility, None)
         if self.cache is None:
             return attend(q, k, v, visibility)
         return attend_cached(q, k, v, visibility, self.cache, layer, self.counts, starts)

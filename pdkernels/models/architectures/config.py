@@ -147,6 +147,16 @@ class TransformerConfig:
     """None: every layer has an MLP of `intermediate_size`."""
     windows: tuple[Window | None, ...] = ()
     """What each layer's rows see of the text before them, None: all; empty: no layer has a window."""
+    window_rope_theta: float | None = None
+    """The base of RoPE, without scaling, in layers with a window; None: as in the others (Gemma 3)."""
+    outer_norms: bool = False
+    """Norms of what attention and the MLP return, before it is added to the residual (Gemma 3)."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the MLP's gate; "gelu" by its approximation with tanh."""
+    embedding_scale: float = 1.0
+    """Factor of the token embedding, in the dtype of the model."""
+    query_scale: float | None = None
+    """Factor of queries before their product with keys; None: ``head_dim ** -0.5``."""
 
     def __post_init__(self) -> None:
         op = "TransformerConfig"
@@ -177,7 +187,7 @@ class TransformerConfig:
             "be a RopeScaling or None",
             type(scaling).__name__,
         )
-        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"):
+        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head", "outer_norms"):
             check_flag(op, name, getattr(self, name))
         check(self.qk_norm or not self.whole_qk_norm, op, "whole_qk_norm", "be False without qk_norm", True)
         _check_numbers(op, self)
@@ -192,6 +202,14 @@ class TransformerConfig:
             pairs = len(scaling.factors)
             check(pairs == self.head_dim // 2, op, "rope_scaling", f"have {self.head_dim // 2} factors", pairs)
         checked_windows(op, self.windows, self.layers)
+        check(self.activation in ("silu", "gelu"), op, "activation", "be 'silu' or 'gelu'", repr(self.activation))
+        for name in ("window_rope_theta", "embedding_scale", "query_scale"):
+            value = getattr(self, name)
+            if value is not None:
+                check_number(op, name, value, 0, FINITE, "be positive")
+                check(value > 0, op, name, "be positive", value)
+        local = self.window_rope_theta is None or self.attention == "causal"
+        check(local, op, "window_rope_theta", "be None for a bidirectional model", self.window_rope_theta)
         valid = self.attention == "causal" or not any(self.windows)
         check(valid, op, "windows", "be None where rows see what comes after them", self.windows)
         turns = not isinstance(scaling, YarnScaling) or self.rope_theta > 1
@@ -212,6 +230,13 @@ class TransformerConfig:
         """Components of the norms of q and k; none if there are no norms."""
         heads = {"q_norm": self.heads, "k_norm": self.kv_heads} if self.qk_norm else {}
         return {name: self.head_dim * (count if self.whole_qk_norm else 1) for name, count in heads.items()}
+
+    @property
+    def usual(self) -> bool:
+        """Whether layers are those of Llama and Qwen3: two norms, SwiGLU, one rotation, queries scaled by the width of a
+        head."""
+        two_norms = self.activation == "silu" and not (self.outer_norms or self.whole_qk_norm)
+        return two_norms and self.query_scale is None and self.window_rope_theta is None
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer of this number has experts in place of an MLP."""

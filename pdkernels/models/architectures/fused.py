@@ -100,8 +100,11 @@ def add_norm(
     return y, None if next_weight is None else rms_norm(y, next_weight, eps)
 
 
-def gated(x: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``gate, up = x.chunk(2, -1)``."""
+def gated(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """``silu(gate) * up`` of ``gate, up = x.chunk(2, -1)``, or with "gelu", by its approximation with tanh."""
+    if activation == "gelu":
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
     if enabled(x):
         return silu_and_mul(x)
     gate, up = x.chunk(2, -1)

@@ -101,6 +101,8 @@ class HybridConfig(TransformerConfig):
             check_flag(op, name, getattr(self, name))
         check(self.attention == "causal", op, "attention", "be 'causal'", repr(self.attention))
         check(self.experts is None, op, "experts", "be None", self.experts)
+        allowed = self.allowed and self.embedding_scale == 1
+        check(allowed, op, "config", "be without settings of Gemma's layers", "some", "Use a Transformer.")
         check(self.predicts == "next", op, "predicts", "be 'next'", repr(self.predicts))
 
     @property
@@ -141,7 +143,7 @@ class Rows:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, slot: int) -> Tensor:
         """Attention of a layer, which is number `slot` of those with attention."""
-        visibility, starts = self.seen[layer] if self.seen else (self.visibility, None)
+        visibility, starts, _ = self.seen[layer] if self.seen else (self.visibility, None, None)
         if self.cache is None:
             return attend(q, k, v, visibility)
         return attend_cached(q, k, v, visibility, cast(Cache, self.cache), slot, self.counts, starts)

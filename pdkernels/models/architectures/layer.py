@@ -36,6 +36,8 @@ class Layer(nn.Module):
     down_bias: nn.Parameter | None
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
+    attention_out_norm: nn.Parameter | None
+    mlp_out_norm: nn.Parameter | None
     adapter_in: nn.Parameter | None
     adapter_out: nn.Parameter | None
 
@@ -54,6 +56,8 @@ class Layer(nn.Module):
         self.mlp_norm = nn.Parameter(torch.empty(hidden))
         self._add_mlp(config)
         self._add_biases({"output_bias": hidden * config.output_bias})
+        for name in ("attention_out_norm", "mlp_out_norm"):
+            self.register_parameter(name, nn.Parameter(torch.empty(hidden)) if config.outer_norms else None)
         self.register_parameter("adapter_in", None)
         self.register_parameter("adapter_out", None)
 
@@ -86,7 +90,7 @@ class Layer(nn.Module):
             x, normed = add_norm(added, x, None, self.attention_norm, self.config.norm_eps)
         mixed = attend(self.project(normed))
         x, normed = add_norm(self.project_out(mixed, adapted), x, None, self.mlp_norm, self.config.norm_eps)
-        return x, self._mlp(normed)
+        return x, self._outer(self._mlp(normed))
 
     # ---- the parts, `x` always (batch, rows, hidden_size)
 
@@ -122,17 +126,22 @@ class Layer(nn.Module):
         residual."""
         mixed = mixed.flatten(-2)
         out = linear(mixed, self.output, self.output_bias)
-        if adapted is None:
-            return out
-        assert self.adapter_in is not None and self.adapter_out is not None
-        return out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
+        if adapted is not None:
+            assert self.adapter_in is not None and self.adapter_out is not None
+            out = out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
+        norm = self.attention_out_norm
+        return out if norm is None else rms_norm(out, norm, self.config.norm_eps)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's output for the residual `x`, to which it is added."""
-        return self._mlp(rms_norm(x, self.mlp_norm, self.config.norm_eps))
+        return self._outer(self._mlp(rms_norm(x, self.mlp_norm, self.config.norm_eps)))
+
+    def _outer(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self.mlp_out_norm is None else rms_norm(out, self.mlp_out_norm, self.config.norm_eps)
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        return linear(gated(linear(normed, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+        gate_up = linear(normed, self.gate_up, self.gate_up_bias)
+        return linear(gated(gate_up, self.config.activation), self.down, self.down_bias)
 
     @torch.no_grad()
     def attach_adapter_(self, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pdkernels._attention import takes_head_dim
-from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_index, check_type, fail, message
+from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_index, check_type, fail, message, sentence
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache, PagePool
 from pdkernels.masks import TilePlan
@@ -114,6 +114,11 @@ class Transformer(nn.Module):
             style=config.rope_style,
             scaling=config.rope_scaling,
         )
+        self._window_tables = None
+        if config.window_rope_theta is not None:
+            self._window_tables = RopeTables(
+                config.head_dim, config.max_positions, theta=config.window_rope_theta, style=config.rope_style
+            )
         if not self.norm.is_meta:  # nothing to fill, and the calls would import large parts of torch
             self.initialize_()
 
@@ -341,6 +346,9 @@ class Transformer(nn.Module):
             torch.Size([1, 1, 16])
         """
         check_tokens("Transformer.recompute", tokens, self.device)
+        if self.config.query_scale is not None or self.config.window_rope_theta is not None:
+            fault = "layers with a rotation or a scale of their own cannot compute rows anew"
+            raise NotImplementedError(sentence("Transformer.recompute", fault, "Use a method for causal models."))
         with torch.no_grad():
             table = self._rope(cache.capacity)
             recomputed = recomputed_rows(
@@ -431,7 +439,11 @@ class Transformer(nn.Module):
     def _new_rows(
         self, rotation: Rotation, visibility: Visibility, cache: Cache | None = None, counts: torch.Tensor | None = None
     ) -> NewRows:
-        return NewRows(rotation, self.config.rope_style, self.config.kv_heads, visibility, cache, counts)
+        config = self.config
+        factor = None if config.query_scale is None else config.query_scale * config.head_dim**0.5
+        return NewRows(
+            rotation, config.rope_style, config.kv_heads, visibility, cache, counts, (), None if factor == 1 else factor
+        )
 
     def _windowed(
         self, rows: NewRows, count: int, lengths: torch.Tensor | None, offsets: torch.Tensor | None
@@ -444,7 +456,20 @@ class Transformer(nn.Module):
         if visibility.mask is None and not self._has_kernels():
             triangle = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()
             visibility = uncached_visibility(triangle)
-        return rows._replace(seen=seen_by_layer(windows, visibility, count, self.device, lengths, offsets))
+        seen = seen_by_layer(windows, visibility, count, self.device, lengths, offsets)
+        if self._window_tables is not None:
+            where = torch.arange(count, device=self.device) if offsets is None else offsets
+            where = where if lengths is None else lengths[:, None] + where
+            limit = max(self.config.max_positions, count) if rows.cache is None else rows.cache.capacity + count
+            if rows.cache is None:
+                if where.numel() and where.device.type == "cpu" and not torch.compiler.is_compiling():
+                    limit = int(where.max()) + 1
+            local = self._rotation(self._window_tables.covering(limit, self.device, self.dtype), where)
+            seen = tuple(
+                each if window is None else each._replace(rotation=local)
+                for each, window in zip(seen, windows, strict=True)
+            )
+        return rows._replace(seen=seen)
 
     def _has_kernels(self) -> bool:
         return self.dtype in KERNEL_DTYPES and takes_head_dim(self.config.head_dim)
@@ -492,7 +517,8 @@ class Transformer(nn.Module):
             raise ValueError(message("Transformer", "tokens", expectation, actual)) from None
 
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        return fused.embed(tokens, self.embedding, self.dtype)
+        rows, scale = fused.embed(tokens, self.embedding, self.dtype), self.config.embedding_scale
+        return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype, device=rows.device)
 
     def _validate(
         self,

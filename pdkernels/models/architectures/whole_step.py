@@ -149,7 +149,7 @@ def run_layers(
     all."""
     if not _serves(x, rows):
         return None
-    if next(iter(layers)).config.whole_qk_norm:
+    if not next(iter(layers)).config.usual:
         return None
     parameters = _parameters(layers)
     if parameters is None:

@@ -82,13 +82,13 @@ def first_seen(
         return {}
     where = torch.arange(rows, device=lengths.device) if offsets is None else offsets
     positions = lengths[:, None] + where
-    found = {}
+    starts = {}
     for window in different:
         first = window.first(positions)
         if offsets is not None and plan is not None and (window.chunked or window.size < rows):
             first = _by_path(first, lengths, where.expand(positions.shape), _dense(plan))
-        found[window] = first
-    return found
+        starts[window] = first
+    return starts
 
 
 def _by_path(first: Tensor, lengths: Tensor, offsets: Tensor, seen: Tensor) -> Tensor:
@@ -124,9 +124,9 @@ def windowed_plan(
         return _causal(window, rows, device)
     seen = torch.ones(rows, rows, dtype=torch.bool, device=device).tril() if mask is None else mask.dense()
     where = torch.arange(rows, device=device) if positions is None else positions
-    shown = hide(seen, window, where, where)
-    plans = [_plan_of(each) for each in (shown if shown.dim() == 3 else shown[None])]
-    return plans[0] if shown.dim() == 2 else TilePlan.stack(plans)
+    visible = hide(seen, window, where, where)
+    plans = [_plan_of(each) for each in (visible if visible.dim() == 3 else visible[None])]
+    return plans[0] if visible.dim() == 2 else TilePlan.stack(plans)
 
 
 def _plan_of(seen: Tensor) -> TilePlan:
@@ -134,9 +134,11 @@ def _plan_of(seen: Tensor) -> TilePlan:
     tall, wide = -(-rows // _TILE), -(-keys // _TILE)
     padded = F.pad(seen, (0, wide * _TILE - keys, 0, tall * _TILE - rows))
     tiles = padded.unflatten(0, (tall, _TILE)).unflatten(2, (wide, _TILE)).transpose(1, 2)
-    some = tiles.flatten(2).any(-1).nonzero()
+    occupied = tiles.flatten(2).any(-1).nonzero()
     nowhere = torch.zeros(tall, wide, dtype=torch.bool, device=seen.device)
-    return TilePlan.from_tiles(nowhere, (some[:, 0], some[:, 1]), tiles[some[:, 0], some[:, 1]], rows, keys)
+    return TilePlan.from_tiles(
+        nowhere, (occupied[:, 0], occupied[:, 1]), tiles[occupied[:, 0], occupied[:, 1]], rows, keys
+    )
 
 
 @lru_cache(maxsize=16)
@@ -147,10 +149,10 @@ def _causal(window: Window, rows: int, device: torch.device) -> TilePlan:
     ends = (begins + _TILE).clamp(max=rows) - 1
     first = window.first(torch.stack([begins, ends]))
     seen = (begins[None, :] <= ends[:, None]) & (ends[None, :] >= first[0][:, None])
-    whole = (ends[None, :] <= begins[:, None]) & (begins[None, :] >= first[1][:, None])
-    partial = (seen & ~whole).nonzero()
+    full = (ends[None, :] <= begins[:, None]) & (begins[None, :] >= first[1][:, None])
+    partial = (seen & ~full).nonzero()
     within = torch.arange(_TILE, device=device)
     row, key = (begins[partial[:, side], None] + within for side in (0, 1))
     visible = (key[:, None, :] <= row[..., None]) & (key[:, None, :] >= window.first(row)[..., None])
     visible &= (row < rows)[..., None]
-    return TilePlan.from_tiles(whole, (partial[:, 0], partial[:, 1]), visible, rows, rows)
+    return TilePlan.from_tiles(full, (partial[:, 0], partial[:, 1]), visible, rows, rows)

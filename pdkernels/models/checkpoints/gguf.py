@@ -1,4 +1,4 @@
-"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3 and Qwen3-MoE models.
+"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3, Qwen3-MoE and Gemma 3 models.
 
 Sources: the writers and loaders of github.com/ggml-org/llama.cpp (gguf-py, convert_hf_to_gguf.py, src/llama-model.cpp).
 """
@@ -19,7 +19,7 @@ from pdkernels._validation import check, fail, message
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
-from pdkernels.models.checkpoints import gguf_hybrid, hf, hybrid_hf
+from pdkernels.models.checkpoints import gemma3, gguf_hybrid, hf, hybrid_hf
 from pdkernels.models.checkpoints.checkpoint import Checkpoint
 from pdkernels.models.checkpoints.gguf_ends import marks_of
 from pdkernels.models.checkpoints.gguf_tokenizer import tokenizer
@@ -62,6 +62,9 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
         config = gguf_hybrid.config_of(file, _fields(file, str(kind)), str(kind), _scaling)
         layout = gguf_hybrid.layout_of(config, str(kind), file.name)
         published = hybrid_hf.layout(config, gguf_hybrid.PUBLISHED[str(kind)])
+    elif kind == gemma3.GGUF:
+        config = _gemma3(file)
+        layout, published = gemma3.gguf_layout(config, file.name), gemma3.layout(config)
     else:
         config = _config(file)
         layout, published = _layout(config, file.name), hf.layout(config)
@@ -114,11 +117,25 @@ def _fields(file: GgufFile, kind: str) -> Keys:
     return fields
 
 
+def _gemma3(file: GgufFile) -> TransformerConfig:
+    fields = _fields(file, gemma3.GGUF)
+    cap = fields.number("final_logit_softcapping", minimum=0)
+    if cap:
+        _refuse(file.name, f"{gemma3.GGUF}.final_logit_softcapping", "be absent", cap)
+    embedding = file.tensors.get(_EMBEDDING)
+    if embedding is None:
+        fail(OP, file.name, f"hold {_EMBEDDING}", "none")
+    head_dim, positions = fields.integer("attention.key_length"), fields.integer("context_length")
+    with read_from(file.name):
+        scaling = _scaling(file, fields, head_dim, positions)
+        return gemma3.from_keys(fields, embedding.shape[0], scaling, _HEAD not in file.tensors)
+
+
 def _config(file: GgufFile) -> TransformerConfig:
     everything = Keys(file.fields, file.name)
     kind = everything.get("general.architecture")
     if kind not in ARCHITECTURES:
-        supported = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES))
+        supported = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES, gemma3.GGUF))
         _refuse(file.name, "general.architecture", f"be one of {supported}", kind)
     fields = _fields(file, kind)
     experts = fields.integer("expert_count", minimum=0)

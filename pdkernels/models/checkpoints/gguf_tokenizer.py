@@ -1,4 +1,5 @@
-"""The tokenizer of a GGUF file: byte-level BPE from its tokens and merges, through the optional library `tokenizers`.
+"""The tokenizer of a GGUF file: byte-level BPE from its tokens and merges, or pieces with scores
+(`gguf_sentencepiece`), through the optional library `tokenizers`.
 
 The file only names the pre-tokenizer, which splits text before merges apply (`tokenizer.ggml.pre`). Source of the
 meaning of the names: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp, and the tokenizer.json files of the models.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdkernels._validation import check, fail, message
+from pdkernels.models.checkpoints import gguf_sentencepiece
 from pdkernels.models.checkpoints.gguf_ends import CONTROL, USER, Marks
 from pdkernels.models.files.fields import OP, shown
 from pdkernels.models.files.gguf_keys import Keys
@@ -30,7 +32,8 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
     """The tokenizer from the file's fields, None if it names no tokens."""
     if "tokenizer.ggml.tokens" not in fields.values:
         return None
-    for field, known in (("model", ["gpt2"]), ("pre", list(_PRE))):
+    pieces = fields.get("tokenizer.ggml.model") == "llama"
+    for field, known in (("model", ["gpt2", "llama"]), *([] if pieces else [("pre", list(_PRE))])):
         value = fields.get(f"tokenizer.ggml.{field}")
         if value not in known:
             label = f"{fields.where}: tokenizer.ggml.{field}"
@@ -41,7 +44,7 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
     check(fits, OP, f"{label}tokens", f"be as many as the embedding has rows ({vocab_size}), or fewer", len(tokens))
     vocabulary = {token: index for index, token in enumerate(tokens)}
     check(len(vocabulary) == len(tokens), OP, f"{label}tokens", "differ from each other", "the same one twice")
-    pairs = [tuple(merge.split(" ")) for merge in _texts(fields, "merges")]
+    pairs = [] if pieces else [tuple(merge.split(" ")) for merge in _texts(fields, "merges")]
     known_pairs = all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in pairs)
     check(known_pairs, OP, f"{label}merges", "be pairs of tokens that make another one", "something else")
     kinds = fields.get("tokenizer.ggml.token_type")
@@ -50,7 +53,10 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
     check(fits, OP, f"{label}token_type", "be one number for each token", shown(kinds))
     kinds = [marks.kinds.get(index, kind) for index, kind in enumerate(kinds)]
     with naming(fields.where, "hold a tokenizer that the library `tokenizers` takes"):
-        made = _assemble(_PRE[fields.get("tokenizer.ggml.pre")], vocabulary, pairs, kinds, library(fields.where))
+        if pieces:
+            made = gguf_sentencepiece.assemble(fields, vocabulary, kinds, library(fields.where))
+        else:
+            made = _assemble(_PRE[fields.get("tokenizer.ggml.pre")], vocabulary, pairs, kinds, library(fields.where))
         _begin(made, fields, tokens, library(fields.where))
     begin, template = fields.token("tokenizer.ggml.bos_token_id", len(tokens)), _template(fields, tokens)
     return JsonTokenizer.of(made, fields.where, end_tokens=marks.ends, chat_template=template, bos_token_id=begin)

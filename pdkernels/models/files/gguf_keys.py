@@ -78,6 +78,8 @@ ABSENT: Mapping[str, Any] = {
     "rope.dimension_count": _head_dim,
     "rope.dimension_sections": REQUIRED,
     "rope.freq_base": 10000.0,
+    "rope.freq_base_swa": 10000.0,
+    "final_logit_softcapping": 0.0,
     "rope.scaling.type": "linear",
     "rope.scaling.factor": lambda keys: keys.get("rope.scale_linear"),
     "rope.scale_linear": 0.0,  # which means 1
@@ -104,6 +106,8 @@ ABSENT: Mapping[str, Any] = {
     "tokenizer.ggml.model": None,
     "tokenizer.ggml.pre": None,
     "tokenizer.ggml.merges": REQUIRED,
+    "tokenizer.ggml.scores": REQUIRED,
+    "tokenizer.ggml.add_space_prefix": lambda keys: keys.get("tokenizer.ggml.model") == "llama",
     "tokenizer.ggml.token_type": None,  # all are normal
     "tokenizer.ggml.eos_token_id": _eos,
     # To llama.cpp it is 11 too. Here a file whose texts begin with it must name it.

@@ -30,17 +30,17 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     inner, head_fields = (
         (fields, fields.part("dflash_config")) if published else (fields.part("transformer_layer_config"), fields)
     )
-    others = [kind for kind in inner.get("layer_types") or [] if kind != "full_attention"]
+    sliding = [kind for kind in inner.get("layer_types") or [] if kind != "full_attention"]
     # What a window means for a block is for the attention library to say that runs the published code.
     demand(
-        not (others and published),
+        not (sliding and published),
         "layer_types",
         "be full_attention alone without a speculators_model_type",
-        shown(others),
+        shown(sliding),
     )
     # The layers are those of Qwen3, whatever model the sizes were taken from.
     body_fields = {**DEFAULTS["qwen3"], **inner.given, "model_type": "qwen3", "tie_word_embeddings": False}
-    if not others:
+    if not sliding:
         body_fields |= {"use_sliding_window": False, "sliding_window": None}
     body = from_hf_config(body_fields)
     width = fields.maybe_integer("target_hidden_size") or body.hidden_size
