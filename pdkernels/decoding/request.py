@@ -35,7 +35,7 @@ def check_model(model: Any, method: Method, paged: bool) -> None:
     if missing_member := missing(model, protocol):
         needed = f"have {missing_member} (pdkernels.models.{protocol.__name__}) for method {method.name!r}"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
-    if method.wing == "planned" and getattr(model.config, "windows", ()):
+    if method.wing == "planned" and getattr(model.config, "windows", None):
         fault = f"method {method.name!r} does not follow windows, whose rows its chunks would count otherwise"
         raise NotImplementedError(sentence(_OP, fault, "Use a model without."))
     if paged and (missing_member := lacking(model, "new_cache", ("kind", "page_size"))):

@@ -468,7 +468,7 @@ def _measured(
     positions = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
 
     def run(tokens: Tensor) -> None:
-        with using(States(None, *tokens.shape, model.device)) if recurrent else nullcontext():
+        with using(States(None, tokens.shape[0], tokens.shape[1], model.device)) if recurrent else nullcontext():
             body(input_ids=tokens, use_cache=False)
 
     reach = reach_of(name, config, run, tokens, positions, windows=attention == "causal")

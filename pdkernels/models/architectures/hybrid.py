@@ -101,7 +101,7 @@ class HybridConfig(TransformerConfig):
             check_flag(op, name, getattr(self, name))
         check(self.attention == "causal", op, "attention", "be 'causal'", repr(self.attention))
         check(self.experts is None, op, "experts", "be None", self.experts)
-        allowed = self.allowed and self.embedding_scale == 1
+        allowed = self.usual and self.embedding_scale == 1
         check(allowed, op, "config", "be without settings of Gemma's layers", "some", "Use a Transformer.")
         check(self.predicts == "next", op, "predicts", "be 'next'", repr(self.predicts))
 

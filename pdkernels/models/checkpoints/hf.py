@@ -61,14 +61,13 @@ _QWEN2 = _Defaults(
     positions=32768, kv_heads=32, null_head_dim=False, window=4096, switched=True, bias=True, qkv_bias=True
 )
 _QWEN3 = _QWEN2._replace(head_dim=128, qkv_bias=False, qk_norm=True)
-_WINDOWED = {"windows": True}
 _QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, head_dim=None, all_slide=True)
 # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2
 # has the same layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that
 # predict their own token.
 _DEFAULTS = {
-    "qwen2": _QWEN2._replace(**_WINDOWED),
-    "qwen3": _QWEN3._replace(**_WINDOWED),
+    "qwen2": _QWEN2._replace(windows=True),
+    "qwen3": _QWEN3._replace(windows=True),
     "llama": _Defaults(positions=2048, bias=True),
     "mistral": _Defaults(positions=131072, kv_heads=8, null_kv_heads=False, windows=True, window=4096, unswitched=True),
     "ministral3": _Defaults(
@@ -86,7 +85,7 @@ _DEFAULTS = {
     "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
     "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
     NEMOTRON: _Defaults(positions=262144, kv_heads=8, eps=1e-5),
-    "qwen3_moe": _QWEN3_MOE._replace(**_WINDOWED),
+    "qwen3_moe": _QWEN3_MOE._replace(windows=True),
     "mixtral": _Defaults(
         positions=131072, kv_heads=8, null_kv_heads=False, eps=1e-5, theta=1e6, windows=True, unswitched=True
     ),
