@@ -23,6 +23,7 @@ from pdkernels.masks import TilePlan
 from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling
 from pdkernels.models.architectures import whole_step
 from pdkernels.models.architectures.layer import Layer
+from pdkernels.models.architectures.windows import Window
 from pdkernels.ops.quantize import quantize
 from pdkernels.ops.quantized_weight import QuantizedWeight
 from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, configs, some_tokens
@@ -98,8 +99,11 @@ def prompts_drafts_and_a_token(
 
 @st.composite
 def models(draw: st.DrawFn) -> Transformer:
+    config = draw(configs())
+    windows = st.sampled_from([None, Window(1), Window(3), Window(8), Window(4, chunked=True)])
     config = replace(
-        draw(configs()),
+        config,
+        windows=draw(st.sampled_from([(), tuple(draw(windows) for _ in range(config.layers))])),
         output_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
         rope_scaling=draw(st.sampled_from(SCALINGS)),
