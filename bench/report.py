@@ -23,6 +23,7 @@ from bench import (
     gpu_report,
     grammars_report,
     long_texts,
+    maskbench,
     plots,
     server_soak,
 )
@@ -398,6 +399,7 @@ TABLES = {
     "recurrent state": lambda rows: of_file(bench_recurrent_state.RESULT, bench_recurrent_state.markdown),
     "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),
     "grammars cost": lambda rows: grammars_report.cost(GRAMMARS),
+    "maskbench": lambda rows: maskbench.counts(),
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
     "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),

@@ -22,9 +22,9 @@ _FAR = 2**31 - 1
 _MAX_CELLS = 2**26
 _MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
-_SIZES = ((256, 64, 2), (64, 64, 1), (16, 1, 1), (4, 0, 0))
+_SIZES = ((256, 64, 2), (32, 64, 1), (8, 1, 0))
 """What is tried in turn where an automaton is too large: bounds, levels of references, and those of free values."""
-_MAX_TRIAL = 160_000  # steps
+_MAX_TRIAL = 150_000  # steps
 
 Fill = Literal["each", "joint"]
 

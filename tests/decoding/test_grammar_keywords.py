@@ -291,7 +291,7 @@ def test_a_smaller_language_that_fits() -> None:
     assert grammar.matches(json.dumps({"title": "a" * 30, "text": "b" * 256}))
     assert not grammar.matches(json.dumps({"text": "b" * 257})) and not grammar.matches('{"text": "b"}')
     many = {"type": "array", "maxItems": 900, "items": {"type": "array", "maxItems": 900, "items": WORD}}
-    with pytest.warns(UserWarning, match="maxItems are at most 16"):
+    with pytest.warns(UserWarning, match="maxItems are at most 32"):
         assert Grammar.json_schema(many, fit=True).matches('[["a", "b"], []]')
     with warnings.catch_warnings():
         warnings.simplefilter("error")

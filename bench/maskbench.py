@@ -1,0 +1,246 @@
+"""Which schemas of MaskBench and of the JSON Schema test suite compile, and which texts of their instances are taken.
+
+    git clone https://github.com/guidance-ai/jsonschemabench
+    git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
+    python -m bench.maskbench --maskbench jsonschemabench/maskbench/data --suite JSON-Schema-Test-Suite/tests [--schemas 500] [--seed 0]
+
+Of each engine: schemas that compile, the CPU seconds of that, valid instances that it refuses and invalid ones that it takes, of the schemas
+that it compiles. An instance is written as `json.dumps` does, with its keys as they are; an engine may take it with spaces or without.
+The data sets are not ours and are not committed, only the counts. llguidance and xgrammar are measured where they are installed (`--engine`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.gpu_report import table
+from bench.records import write
+from pdkernels.decoding import Grammar
+
+RESULTS = Path(__file__).resolve().parent / "results/maskbench.json"
+LIMIT = 60
+"""CPU seconds of a schema."""
+DRAFTS = {
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+}
+
+Accepts = Callable[[bytes], bool]
+Engine = Callable[[Any], Accepts]
+
+
+class Case(NamedTuple):
+    """A schema, and values with whether they satisfy it."""
+
+    schema: Any
+    instances: list[tuple[Any, bool]]
+
+
+class Late(Exception):
+    """A schema takes longer than it may."""
+
+
+def ours(**options: Any) -> Engine:
+    def compiled(schema: Any) -> Accepts:
+        try:
+            return Grammar.json_schema(schema, unknown="ignore", **options).automaton.accepts
+        except ValueError as error:
+            if "no text satisfies" in str(error):
+                return lambda text: False
+            raise
+
+    return compiled
+
+
+def llguidance() -> Engine:
+    import llguidance as library
+
+    class Bytes:
+        bos_token_id, eos_token_id, special_token_ids = None, 256, (256,)
+        tokens = [*(bytes([byte]) for byte in range(256)), b"\xff"]
+
+        def __call__(self, text: str | bytes) -> list[int]:
+            return list(text.encode() if isinstance(text, str) else text)
+
+    tokenizer = library.LLTokenizer(library.TokenizerWrapper(Bytes()))
+
+    def compiled(schema: Any) -> Accepts:
+        matcher = library.LLMatcher(
+            tokenizer, library.LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0
+        )
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+
+        def accepts(text: bytes) -> bool:
+            fresh = matcher.deep_copy()
+            whole = fresh.validate_tokens(list(text)) == len(text) and fresh.consume_tokens(list(text))
+            return bool(whole and fresh.is_accepting())
+
+        return accepts
+
+    return compiled
+
+
+def xgrammar() -> Engine:
+    import xgrammar as library
+
+    tokens = [bytes([byte]) for byte in range(256)]
+    vocabulary = library.TokenizerInfo([*tokens, b"</s>"], vocab_size=257, stop_token_ids=[256])
+    compiler = library.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+
+    def compiled(schema: Any) -> Accepts:
+        made = compiler.compile_json_schema(json.dumps(schema), any_whitespace=False, strict_mode=False)
+
+        def accepts(text: bytes) -> bool:
+            matcher = library.GrammarMatcher(made)
+            return all(matcher.accept_token(byte) for byte in text) and matcher.accept_token(256)
+
+        return accepts
+
+    return compiled
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "pdkernels": ours,
+    "pdkernels, fit": lambda: ours(fit=True),
+    "pdkernels, all texts, fit": lambda: ours(texts="all", fit=True),
+    "llguidance": llguidance,
+    "xgrammar": xgrammar,
+}
+
+
+def of_maskbench(folder: Path, count: int, seed: int) -> Iterator[Case]:
+    """Schemas that are drawn at random, the same for the same seed."""
+    files = sorted(folder.glob("*.json"))
+    random.Random(seed).shuffle(files)
+    for file in files[:count]:
+        found = json.loads(file.read_text())
+        yield Case(found["schema"], [(test["data"], test["valid"]) for test in found.get("tests", [])])
+
+
+def of_suite(folder: Path, draft: str) -> Iterator[Case]:
+    """The required part of a draft."""
+    for file in sorted((folder / draft).glob("*.json")):
+        for case in json.loads(file.read_text()):
+            schema = case["schema"]
+            if isinstance(schema, dict) and "$schema" not in schema:
+                schema = {"$schema": DRAFTS[draft], **schema}
+            yield Case(schema, [(test["data"], test["valid"]) for test in case["tests"]])
+
+
+def taken(accepts: Accepts, value: Any) -> bool:
+    forms = ({}, {"ensure_ascii": False}, {"separators": (",", ":")}, {"separators": (",", ":"), "ensure_ascii": False})
+    return any(accepts(json.dumps(value, **form).encode("utf-8", "surrogatepass")) for form in forms)
+
+
+def measured(make: Engine, cases: list[Case]) -> dict[str, Any]:
+    """Counts of an engine, and the times of its compiles."""
+    names = ("compiled", "late", "valid", "valid_refused", "invalid", "invalid_taken")
+    counts, seconds = dict.fromkeys(names, 0), list[float]()
+    for case in cases:
+        started = time.process_time()
+        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
+        try:
+            accepts = make(case.schema)
+        except Late:
+            counts["late"] += 1
+            continue
+        except Exception:
+            continue
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            seconds.append(time.process_time() - started)
+        counts["compiled"] += 1
+        for value, valid in case.instances:
+            counts["valid" if valid else "invalid"] += 1
+            if taken(accepts, value) != valid:
+                counts["valid_refused" if valid else "invalid_taken"] += 1
+    seconds.sort()
+    quantiles = {
+        f"p{share}_ms": round(1e3 * seconds[min(len(seconds) - 1, share * len(seconds) // 100)], 2)
+        for share in (50, 99)
+    }
+    return {**counts, **quantiles, "max_ms": round(1e3 * seconds[-1], 1), "schemas": len(cases)}
+
+
+def report(found: dict[str, Any]) -> str:
+    """A table of the counts."""
+    lines = []
+    for row in found["rows"]:
+        refused = f"{row['valid_refused']} of {row['valid']}"
+        taken_wrongly = f"{row['invalid_taken']} of {row['invalid']}"
+        times = (f"{row['p50_ms']:.1f}", f"{row['p99_ms']:,.0f}", f"{row['max_ms']:,.0f}")
+        compiled = f"{row['compiled']} of {row['schemas']}" + (f", {row['late']} late" if row["late"] else "")
+        lines.append([row["set"], row["engine"], compiled, refused, taken_wrongly, *times])
+    head = [
+        "schemas of",
+        "engine",
+        "compiled",
+        "valid ones refused",
+        "invalid ones taken",
+        "p50, ms",
+        "p99, ms",
+        "most, ms",
+    ]
+    return f"{table(head, lines)}\n\nCPU time of one thread; {', '.join(f'{name} {number}' for name, number in found['versions'].items())}"
+
+
+def counts(path: Path = RESULTS) -> str:
+    return report(json.loads(path.read_text())) if path.exists() else "not measured"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.maskbench", description=__doc__.partition("\n")[0])
+    parser.add_argument("--maskbench", type=Path)
+    parser.add_argument("--suite", type=Path)
+    parser.add_argument("--schemas", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", action="append", choices=list(ENGINES))
+    parser.add_argument("--to", type=Path, default=RESULTS)
+    chosen = parser.parse_args()
+    sets: dict[str, list[Case]] = {}
+    if chosen.maskbench:
+        sets["MaskBench"] = list(of_maskbench(chosen.maskbench, chosen.schemas, chosen.seed))
+    for draft in DRAFTS if chosen.suite else ():
+        sets[draft] = list(of_suite(chosen.suite, draft))
+
+    def stop(*_: Any) -> None:
+        raise Late
+
+    signal.signal(signal.SIGVTALRM, stop)
+    warnings.simplefilter("ignore")
+    found = json.loads(chosen.to.read_text()) if chosen.to.exists() else {"rows": [], "versions": {}}
+    rows = {(row["set"], row["engine"]): row for row in found["rows"]}
+    for engine in chosen.engine or ENGINES:
+        package = engine.partition(",")[0]
+        for name, cases in sets.items():
+            rows[name, engine] = {
+                "set": name,
+                "engine": engine,
+                "seed": chosen.seed,
+                **measured(ENGINES[engine](), cases),
+            }
+            found["versions"][package] = version(package)
+            print(rows[name, engine], flush=True)
+            found["rows"] = sorted(
+                rows.values(),
+                key=lambda row: (
+                    list(sets).index(row["set"]) if row["set"] in sets else -1,
+                    list(ENGINES).index(row["engine"]),
+                ),
+            )
+            write(chosen.to, found)
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()
