@@ -65,11 +65,11 @@ class Budget:
     @contextmanager
     def at_most(self, steps: int) -> Iterator[None]:
         """No more than so many steps from here on."""
-        given, self._max_steps = self._max_steps, min(self._max_steps, self.steps + steps)
+        outer_steps, self._max_steps = self._max_steps, min(self._max_steps, self.steps + steps)
         try:
             yield
         finally:
-            self._max_steps = given
+            self._max_steps = outer_steps
 
     @property
     def work(self) -> int:

@@ -142,13 +142,13 @@ class Grammar:
         check_choice(OP, "texts", texts, ("usual", "all"))
         check_type(type(fit) is bool, OP, "fit", "be a bool", type(fit).__name__)
         annotated: Unknown = {}
-        given = Size(longest, _checked_depth(depth))
-        sizes = [given, *(_smaller(given) if fit else ())]
+        full_size = Size(longest, _checked_depth(depth))
+        sizes = [full_size, *(_smaller(full_size) if fit else ())]
         for size in sizes:
             try:
                 with current().at_most(_MAX_TRIAL if fit else MAX_STEPS):
                     expression = parsed_schema(schema, whitespace, size, annotated, texts == "all")
-                    made = cls(expression, f"the schema {_short(schema)}", fill)
+                    grammar = cls(expression, f"the schema {_short(schema)}", fill)
                 break
             except (TooLarge, Spent):
                 if size is sizes[-1]:
@@ -158,9 +158,11 @@ class Grammar:
             raise NotImplementedError(sentence(OP, warning))
         if warning and unknown == "warn":
             warnings.warn(sentence(OP, warning), stacklevel=3)
-        if size is not given:
-            warnings.warn(sentence(OP, f"the schema needs too many states: {_what_shrank(given, size)}"), stacklevel=3)
-        return made
+        if size is not full_size:
+            warnings.warn(
+                sentence(OP, f"the schema needs too many states: {_what_shrank(full_size, size)}"), stacklevel=3
+            )
+        return grammar
 
     @classmethod
     @bounded()
@@ -274,24 +276,26 @@ def _owner(model: Any) -> Any:
     return getattr(model.tokenizer, "given", model.tokenizer)
 
 
-def _smaller(given: Size) -> list[Size]:
+def _smaller(full_size: Size) -> list[Size]:
     """Sizes to try where the automaton of a schema is too large, each smaller than the one before."""
-    sizes = [given]
+    sizes = [full_size]
     for longest, depth, free in _SIZES:
-        bound = longest if given.longest is None or longest is None else min(longest, given.longest)
-        size = Size(given.longest if bound is None else bound, min(depth, given.depth), min(free, given.free))
+        bound = longest if full_size.longest is None or longest is None else min(longest, full_size.longest)
+        size = Size(
+            full_size.longest if bound is None else bound, min(depth, full_size.depth), min(free, full_size.free)
+        )
         sizes += [size] if size != sizes[-1] else []
     return sizes[1:]
 
 
-def _what_shrank(given: Size, size: Size) -> str:
+def _what_shrank(full_size: Size, size: Size) -> str:
     changes = {
         f"a value without a schema has at most {size.free} arrays and objects inside each other": size.free
-        < given.free,
-        f"maxLength and maxItems are at most {size.longest}": size.longest != given.longest,
-        f"a reference is at most {size.depth} times inside itself": size.depth < given.depth,
+        < full_size.free,
+        f"maxLength and maxItems are at most {size.longest}": size.longest != full_size.longest,
+        f"a reference is at most {size.depth} times inside itself": size.depth < full_size.depth,
     }
-    return ", ".join(change for change, made in changes.items() if made)
+    return ", ".join(change for change, applies in changes.items() if applies)
 
 
 def _checked_depth(depth: int) -> int:

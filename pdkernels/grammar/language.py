@@ -293,18 +293,18 @@ class _Builder:
 
     def _others(self, subsequence: Subsequence, top: int, end: int) -> dict[int, int]:
         """The states after all items, for each number of them."""
-        counts, others = range(subsequence.minimum, top + 1), subsequence.others
-        if others is None:
+        counts, other_item = range(subsequence.minimum, top + 1), subsequence.others
+        if other_item is None:
             return {count: end for count in counts}
-        item = Seq((subsequence.separator, others))
+        item = Seq((subsequence.separator, other_item))
         self._kept.append(item)
         if subsequence.maximum is None:
-            more = self._repeated(Repeat(item, 0, None), end)
-            after = {count: more for count in counts if count}
-            return after | ({0: self.either(end, self.add(others, more))} if subsequence.minimum == 0 else {})
+            loop = self._repeated(Repeat(item, 0, None), end)
+            after = {count: loop for count in counts if count}
+            return after | ({0: self.either(end, self.add(other_item, loop))} if subsequence.minimum == 0 else {})
         after, here = {top: end}, end
         for count in reversed(range(subsequence.minimum, top)):
-            before = self.add(item if count else others, here)
+            before = self.add(item if count else other_item, here)
             here = after[count] = self.either(end, before)
         return after
 

@@ -112,12 +112,12 @@ class _Half(NamedTuple):
 
 @lru_cache(maxsize=256)
 def integers(
-    low: float | None, high: float | None, *, above: bool = False, below: bool = False, every: bool = False
+    low: float | None, high: float | None, *, above: bool = False, below: bool = False, complete: bool = False
 ) -> Expression:
     """Whole numbers from `low` to `high`, or above and below them; None: no bound. They have no point and no exponent,
-    and no sign where none is below 0. `every`: without bounds, those of any number of digits."""
+    and no sign where none is below 0. `complete`: without bounds, those of any number of digits."""
     if low is None and high is None:
-        return Seq((optional(text("-")), _ANY_WHOLE if every else _WHOLE))
+        return Seq((optional(text("-")), _ANY_WHOLE if complete else _WHOLE))
     branches = []
     for sign, half in Range.of(low, high, above, below).halves:
         first, last = half.whole()
@@ -165,11 +165,11 @@ def multiples(step: Decimal) -> Expression:
 
 @lru_cache(maxsize=256)
 def numbers(
-    low: float | None, high: float | None, *, above: bool = False, below: bool = False, every: bool = False
+    low: float | None, high: float | None, *, above: bool = False, below: bool = False, complete: bool = False
 ) -> Expression:
     """Numbers from `low` to `high`, or above and below them, plain ones and those with an exponent; with bounds, one
-    digit is before the point of the latter. `every`: without bounds, those of any number of digits."""
-    if low is None and high is None and every:
+    digit is before the point of the latter. `complete`: without bounds, those of any number of digits."""
+    if low is None and high is None and complete:
         return Seq((optional(text("-")), _ANY_WHOLE, optional(sequence(".", _DIGITS)), optional(_EXPONENT)))
     if low is None and high is None:
         return Seq((optional(text("-")), _WHOLE, optional(_FRACTION), optional(_EXPONENT)))

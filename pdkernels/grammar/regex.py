@@ -96,18 +96,18 @@ class _Tree:
     def anchored(self, items: Sequence[Any]) -> dict[tuple[bool, bool], Expression]:
         """The texts of a sequence, apart by whether it has to be at the beginning, and at the end, of the whole text."""
         forms: dict[tuple[bool, bool], Expression] = {(False, False): EMPTY}
-        plain: list[Any] = []
+        simple: list[Any] = []
         for kind, value in items:
             if not _has_anchor([(kind, value)]):
-                plain.append((kind, value))
+                simple.append((kind, value))
                 continue
-            parts = self._anchored_part(str(kind), value)
-            if parts is None:
-                plain.append((kind, value))  # refused by its name
+            pieces = self._anchored_part(str(kind), value)
+            if pieces is None:
+                simple.append((kind, value))  # refused by its name
                 continue
-            forms = _followed(_followed(forms, {(False, False): self.sequence(plain)}), parts)
-            plain = []
-        return _followed(forms, {(False, False): self.sequence(plain)}) if plain or not items else forms
+            forms = _followed(_followed(forms, {(False, False): self.sequence(simple)}), pieces)
+            simple = []
+        return _followed(forms, {(False, False): self.sequence(simple)}) if simple or not items else forms
 
     def _anchored_part(self, kind: str, value: Any) -> dict[tuple[bool, bool], Expression] | None:
         if kind == "AT":
@@ -195,23 +195,23 @@ def _has_anchor(items: Sequence[Any]) -> bool:
             return True
         inner = {"BRANCH": lambda value: value[1], "SUBPATTERN": lambda value: [value[3]]}
         inner |= dict.fromkeys(("MAX_REPEAT", "MIN_REPEAT"), lambda value: [value[2]])
-        if str(kind) in inner and any(_has_anchor(list(part)) for part in inner[str(kind)](value)):
+        if str(kind) in inner and any(_has_anchor(list(subtree)) for subtree in inner[str(kind)](value)):
             return True
     return False
 
 
 def _followed(
-    forms: dict[tuple[bool, bool], Expression], parts: dict[tuple[bool, bool], Expression]
+    forms: dict[tuple[bool, bool], Expression], pieces: dict[tuple[bool, bool], Expression]
 ) -> dict[tuple[bool, bool], Expression]:
     """The texts of one after the other: nothing is before what has to be at the beginning, or after what is at the
     end."""
     joined: dict[tuple[bool, bool], list[Expression]] = {}
     for (begins, ends), first in forms.items():
-        for (begins_later, ends_later), second in parts.items():
+        for (begins_later, ends_later), second in pieces.items():
             if (begins_later and not may_be_empty(first)) or (ends and not may_be_empty(second)):
                 continue
-            both = Seq((EMPTY if begins_later else first, EMPTY if ends else second))
-            joined.setdefault((begins or begins_later, ends or ends_later), []).append(both)
+            pair = Seq((EMPTY if begins_later else first, EMPTY if ends else second))
+            joined.setdefault((begins or begins_later, ends or ends_later), []).append(pair)
     return {where: either(expressions) for where, expressions in joined.items()}
 
 

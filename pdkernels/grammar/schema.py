@@ -59,9 +59,9 @@ def parsed_schema(
     whitespace: str | None = None,
     size: Size = USUAL_SIZE,
     unknown: Unknown | None = None,
-    every: bool = False,
+    complete: bool = False,
 ) -> Expression:
-    """The texts that satisfy a schema, as `Grammar.json_schema` describes them; with `every`, all in the order of its
+    """The texts that satisfy a schema, as `Grammar.json_schema` describes them; with `complete`, all in the order of its
     properties. What demands nothing is added to `unknown`.
 
     Raises:
@@ -79,14 +79,14 @@ def parsed_schema(
     if '"$id"' in written:  # a part that is there twice may have two bases
         schema = json.loads(written)
     try:
-        return _Compiler(schema, whitespace, size, {} if unknown is None else unknown, every).value(schema, "#")
+        return _Compiler(schema, whitespace, size, {} if unknown is None else unknown, complete).value(schema, "#")
     except RecursionError:
         raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
 
 
 class _Compiler(Arrays, Objects):
-    def __init__(self, root: Any, whitespace: str | None, size: Size, unknown: Unknown, every: bool) -> None:
-        super().__init__(root, whitespace, unknown, every)
+    def __init__(self, root: Any, whitespace: str | None, size: Size, unknown: Unknown, complete: bool) -> None:
+        super().__init__(root, whitespace, unknown, complete)
         (self._longest, self._depth, self._free), self._parts = size, 0
         self._open: dict[str, int] = {}  # how often each reference is being followed
         self._cycles: dict[str, list[str]] | None = None
@@ -94,7 +94,7 @@ class _Compiler(Arrays, Objects):
 
     @property
     def _any(self) -> Expression:
-        return _anything(self._free, self._gap, self._comma, self._colon, self._every)
+        return _anything(self._free, self._gap, self._comma, self._colon, self._complete)
 
     def value(self, schema: Any, place: str) -> Expression:
         """The texts of the values of a schema, which errors call `place`."""
@@ -116,7 +116,7 @@ class _Compiler(Arrays, Objects):
                 return self._choice(flat, name, place)
         if "const" in flat or "enum" in flat:
             return self._listed(flat, place)
-        kinds = kinds_of(flat, place) if "type" in flat or not self._every else [*KEYWORDS]
+        kinds = kinds_of(flat, place) if "type" in flat or not self._complete else [*KEYWORDS]
         typed = self._of_types(kinds, flat, place)
         if not typed and "type" not in flat:  # what its keywords are for does not satisfy them, and all else does
             typed = self._of_types([kind for kind in KEYWORDS if kind not in kinds], flat, place)
@@ -175,7 +175,7 @@ class _Compiler(Arrays, Objects):
         if "type" in unconditional and "type" in condition:  # other values than objects do not satisfy it
             kinds = [kind for kind in kinds_of(unconditional, place) if kind != "object"]
             branches += [Merged(type=kinds)] if kinds else []
-        elif "type" in condition and self._every:
+        elif "type" in condition and self._complete:
             branches.append(Merged(type=[kind for kind in KEYWORDS if kind != "object"]))
         return branches
 
@@ -274,13 +274,13 @@ class _Compiler(Arrays, Objects):
         elif kind == "boolean":
             expression = Alt((text("true"), text("false")))
         elif kind == "string":
-            expression = string_of(schema, place, every=self._every)
+            expression = string_of(schema, place, complete=self._complete)
         elif kind == "array":
             expression = self._array(schema, place)
         elif kind == "object":
             expression = self._object(schema, place)
         else:
-            expression = number_of(kind, schema, place, every=self._every, pointed=self._pointed)
+            expression = number_of(kind, schema, place, complete=self._complete, pointed=self._pointed)
         return self._denied(expression, kind, schema["not"], place) if "not" in schema else expression
 
     def _denied(self, expression: Expression, kind: str, schema: Any, place: str) -> Expression:
@@ -316,17 +316,23 @@ class _Compiler(Arrays, Objects):
         if kind != "string" or not strings:
             return NOTHING
         return without(
-            expression, string_of(strings, f"{place}/not", wide=True, every=self._every), f"the schema at {place}"
+            expression, string_of(strings, f"{place}/not", wide=True, complete=self._complete), f"the schema at {place}"
         )
 
 
 @lru_cache(maxsize=8)
-def _anything(depth: int, gap: Expression, comma: Expression, colon: Expression, every: bool) -> Expression:
+def _anything(depth: int, gap: Expression, comma: Expression, colon: Expression, complete: bool) -> Expression:
     """A value without a schema, with no more than `depth` arrays or objects inside each other."""
-    branches = [string(0, None, every), numbers(None, None, every=every), text("true"), text("false"), text("null")]
+    branches = [
+        string(0, None, complete),
+        numbers(None, None, complete=complete),
+        text("true"),
+        text("false"),
+        text("null"),
+    ]
     if depth > 0:
-        inner = _anything(depth - 1, gap, comma, colon, every)
-        for first, item, last in (("[", inner, "]"), ("{", Seq((string(0, None, every), colon, inner)), "}")):
+        inner = _anything(depth - 1, gap, comma, colon, complete)
+        for first, item, last in (("[", inner, "]"), ("{", Seq((string(0, None, complete), colon, inner)), "}")):
             # A part and its comma, or the last part: as one automaton they share their states.
             items = optional(Seq((Repeat(Seq((item, comma)), 0, None), item)))
             branches.append(Seq((text(first), gap, items, gap, text(last))))

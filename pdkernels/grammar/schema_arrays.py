@@ -56,23 +56,23 @@ class Arrays(Parts):
             return NOTHING
         kinds = list(schema.get("prefixItems", ()))
         kinds += [schema.get("items", True)] if schema.get("items", True) is not False else []
-        wanted = schema["contains"]
-        found = self._either_of([together(kind, wanted) for kind in kinds], f"{place}/contains")
+        contained = schema["contains"]
+        hit = self._either_of([together(kind, contained) for kind in kinds], f"{place}/contains")
         if maximum is None:
             item = self._either_of(kinds, f"{place}/items")
             any_items = Repeat(Seq((self._comma, item)), 0, None)
             # The first that satisfies it, and those before it.
-            first = Alt((found, Seq((item, any_items, self._comma, found))))
-            later_matches = Repeat(Seq((any_items, self._comma, found)), minimum - 1, minimum - 1)
+            first = Alt((hit, Seq((item, any_items, self._comma, hit))))
+            later_matches = Repeat(Seq((any_items, self._comma, hit)), minimum - 1, minimum - 1)
             return self._enclosed("[", "]", Seq((first, later_matches, any_items)))
-        other = self._either_of([together(kind, {"not": wanted}) for kind in kinds], f"{place}/contains")
+        other = self._either_of([together(kind, {"not": contained}) for kind in kinds], f"{place}/contains")
         # Of each item, whether it satisfies it: as many as may be there, and any number of the others between them.
-        after_other, after_found = (Repeat(Seq((self._comma, item)), 0, None) for item in (other, other))
-        more = Repeat(Seq((self._comma, found, after_found)), max(0, minimum - 1), max(0, maximum - 1))
-        begins_found = Seq((found, after_found, more))
-        none = Seq((other, after_other))
-        begins_other = Seq((none, Repeat(Seq((self._comma, found, after_found)), minimum, maximum)))
-        forms = [begins_other, *([begins_found] if maximum > 0 else []), *([EMPTY] if minimum == 0 else [])]
+        others_between, others_after = (Repeat(Seq((self._comma, item)), 0, None) for item in (other, other))
+        later_hits = Repeat(Seq((self._comma, hit, others_after)), max(0, minimum - 1), max(0, maximum - 1))
+        begins_with_hit = Seq((hit, others_after, later_hits))
+        only_others = Seq((other, others_between))
+        begins_with_other = Seq((only_others, Repeat(Seq((self._comma, hit, others_after)), minimum, maximum)))
+        forms = [begins_with_other, *([begins_with_hit] if maximum > 0 else []), *([EMPTY] if minimum == 0 else [])]
         return self._enclosed("[", "]", Alt(tuple(forms)))
 
     def _either_of(self, schemas: list[Any], place: str) -> Expression:

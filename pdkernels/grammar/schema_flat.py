@@ -158,8 +158,8 @@ def _inside(
                 base = base_of(node, base)
                 yield node, base
             inner = [
-                (part, name in _BY_NAMES and not by_names, base)
-                for name, part in node.items()
+                (inner_node, name in _BY_NAMES and not by_names, base)
+                for name, inner_node in node.items()
                 if by_names or name in _DEFINITIONS or not (name in _VALUES or is_note(name))
             ]
         queue += reversed(inner)

@@ -3,7 +3,7 @@ keyword is for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -20,8 +20,6 @@ from pdkernels.grammar.schema_merge import (
     different,
     unsupported,
 )
-
-Flatten = Callable[[Any, str], Flat]
 
 _FREE = frozenset({"propertyOrdering", "minContains", "maxContains", "uniqueItems", UNSEEN})
 """Keywords that demand nothing alone; `uniqueItems` is looked at where it is true."""
@@ -127,9 +125,9 @@ def _unlisted(values: list[Any]) -> Iterator[Any]:
         bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
         yield Merged(type="number", **{name: bound for name, bound in bounds.items() if bound is not None})
     for kind in ("array", "object"):
-        inside = [value for value in values if TYPES[kind](value)]
-        if inside:
-            yield {"allOf": [{"anyOf": [*(_differing(value, kind))]} for value in inside]}
+        containers = [value for value in values if TYPES[kind](value)]
+        if containers:
+            yield {"allOf": [{"anyOf": [*(_differing(value, kind))]} for value in containers]}
 
 
 def _type_of(value: Any) -> str:
@@ -155,16 +153,16 @@ def other_objects(required: Sequence[str], properties: Mapping[str, Any]) -> Ite
     """Objects that lack a property that is required, or have one with a value that does not have its schema. Each is
     among those of one schema only, so that their automata do not run side by side. To `unevaluatedProperties` no property is
     known by this."""
-    there, held = list[str](), dict[str, Any]()
+    there, held_schemas = list[str](), dict[str, Any]()
     for name in dict.fromkeys(required):
         yield Merged(type="object", properties={name: False}, required=[*there])
         there.append(name)
     for name, schema in properties.items():
         if schema not in (True, {}):
             value = True if schema is False else {"not": schema}
-            named = {**held, name: value}
+            named = {**held_schemas, name: value}
             yield Merged({"type": "object", "properties": named, "required": [*there, name], UNSEEN: tuple(named)})
-            held[name] = schema
+            held_schemas[name] = schema
 
 
 def _of_strings(name: str, value: Any) -> Iterator[Merged]:
@@ -188,8 +186,8 @@ def _of_arrays(name: str, value: Any, schema: Mapping[str, Any], place: str) -> 
     elif name == "items" and value not in (True, {}):
         first = len(schema.get("prefixItems", ()))
         unsupported(first > 0 and value is not False, place, "'items' after 'prefixItems' in a not")
-        found = Merged(type="array", contains={"not": value}, minContains=1)
-        yield Merged(type="array", minItems=first + 1) if value is False else found
+        array = Merged(type="array", contains={"not": value}, minContains=1)
+        yield Merged(type="array", minItems=first + 1) if value is False else array
     elif name == "contains":
         minimum, maximum = counts(schema, "minContains", "maxContains", place)
         if minimum > 0:

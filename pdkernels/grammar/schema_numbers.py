@@ -60,17 +60,17 @@ def _steps(schema: Mapping[str, Any], name: str) -> tuple[float, ...]:
 
 
 def number_of(
-    kind: str, schema: Mapping[str, Any], place: str, *, every: bool = False, pointed: bool = False
+    kind: str, schema: Mapping[str, Any], place: str, *, complete: bool = False, pointed: bool = False
 ) -> Expression:
-    """The numbers of a schema, whose kind is "integer" or "number"; `every`: of any number of digits, where there are
+    """The numbers of a schema, whose kind is "integer" or "number"; `complete`: of any number of digits, where there are
     no bounds; `pointed`: whole numbers may be written as ``1.0``."""
     kind, low, high, above, below = _bounds_of(kind, schema, place)
     if FRACTIONAL in schema and kind == "integer":
         return NOTHING
     range_ = Range.of(low, high, above, below)
     far = any(half.low > _MAX_LOW for _, half in range_.halves)
-    made = numbers if kind == "number" else integers
-    expression = NOTHING if far else made(low, high, above=above, below=below, every=every)
+    within = numbers if kind == "number" else integers
+    expression = NOTHING if far else within(low, high, above=above, below=below, complete=complete)
     few = kind == "number" and is_nothing(expression) and any(range_.halves)
     fault = f"numbers that need more than {MAX_FRACTION} digits after the point, or {len(str(_MAX_LOW))} before it"
     unsupported(far or few, place, fault)

@@ -57,8 +57,10 @@ class Objects(Parts):
                     pairs.append((name in required, Seq((self._exactly(name), self._colon, value))))
                 elif name in required:
                     return NOTHING
-            others = self._others(schema, names, other_properties, property_schemas, place) if self._every else []
-            content = self._some(pairs, minimum, maximum, either(others) if others else None)
+            other_items = (
+                self._others(schema, names, other_properties, property_schemas, place) if self._complete else []
+            )
+            content = self._some(pairs, minimum, maximum, either(other_items) if other_items else None)
             return self._enclosed("{", "}", content)
         fault = "minProperties above 1 of an object without properties"
         unsupported(minimum > 1, place, fault, "Its names may repeat.")
@@ -67,15 +69,15 @@ class Objects(Parts):
         return self._enclosed("{", "}", content)
 
     def _others(
-        self, schema: Mapping[str, Any], names: Any, other_properties: Any, named: Mapping[str, Any], place: str
+        self, schema: Mapping[str, Any], names: Any, other_properties: Any, named_schemas: Mapping[str, Any], place: str
     ) -> list[Expression]:
         """The properties that a schema does not name, each kind with its colon and its value."""
-        property_names = Alt(tuple(map(self._exactly, named)))
+        property_names = Alt(tuple(map(self._exactly, named_schemas)))
         free = list[Expression]()
         for name, value in self._kinds_of_names(schema, other_properties, place):
             if names is not True:
                 name = both(name, names, f"the schema at {place}/propertyNames")
-            if named:
+            if named_schemas:
                 name = without(name, property_names, f"the schema at {place}")
             if not is_nothing(name) and not is_nothing(value):
                 free.append(Seq((name, self._colon, value)))
@@ -87,21 +89,23 @@ class Objects(Parts):
         """The names that an object without properties may have, and their values."""
         patterns, kinds = schema.get("patternProperties", {}), list[tuple[Expression, Expression]]()
         for chosen in _crossed(patterns):
-            name, subschema = matching(chosen[0], every=self._every), patterns[chosen[0]]
+            name, subschema = matching(chosen[0], complete=self._complete), patterns[chosen[0]]
             for pattern in chosen[1:]:
-                name = both(name, matching(pattern, every=self._every), f"the schema at {place}")
+                name = both(name, matching(pattern, complete=self._complete), f"the schema at {place}")
                 subschema = together(subschema, patterns[pattern])
             for pattern, other in patterns.items():
                 if pattern not in chosen and not (len(chosen) == 1 and other == subschema):
                     # A name of both would need a value of both.
-                    name = without(name, matching(pattern, wide=True, every=self._every), f"the schema at {place}")
+                    name = without(
+                        name, matching(pattern, wide=True, complete=self._complete), f"the schema at {place}"
+                    )
             if not is_nothing(name):
                 kinds.append((name, self.value(subschema, f"{place}/patternProperties")))
-        if other_properties is False or (patterns and other_properties is True and not self._every):
+        if other_properties is False or (patterns and other_properties is True and not self._complete):
             return kinds
-        name = string(0 if self._every else 1, None, self._every)
+        name = string(0 if self._complete else 1, None, self._complete)
         for pattern in patterns:
-            name = without(name, matching(pattern, wide=True, every=self._every), f"the schema at {place}")
+            name = without(name, matching(pattern, wide=True, complete=self._complete), f"the schema at {place}")
         return [*kinds, (name, self.value(other_properties, f"{place}/additionalProperties"))]
 
 

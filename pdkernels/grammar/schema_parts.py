@@ -35,10 +35,10 @@ _WHOLE_WITHOUT_POINT = ("draft-03", "draft-04")
 class Parts:
     """Brackets, commas, listed values."""
 
-    def __init__(self, root: Any, whitespace: str | None, unknown: Unknown, every: bool) -> None:
-        self._flat, self._every = Flattener(root, unknown), every
+    def __init__(self, root: Any, whitespace: str | None, unknown: Unknown, complete: bool) -> None:
+        self._flat, self._complete = Flattener(root, unknown), complete
         draft = str(root.get("$schema", "")) if isinstance(root, Mapping) else ""
-        self._pointed = every and not any(old in draft for old in _WHOLE_WITHOUT_POINT)
+        self._pointed = complete and not any(old in draft for old in _WHOLE_WITHOUT_POINT)
         gap = EMPTY if whitespace is None else parsed(whitespace)
         space = optional(text(" ")) if whitespace is None else gap
         wide = any(not {9, 10, 13, 32}.issuperset(range(first, last + 1)) for first, last in _characters(gap))
@@ -56,12 +56,12 @@ class Parts:
             return self._enclosed("{", "}", self._joined(pairs))
         if isinstance(value, list):
             return self._enclosed("[", "]", self._joined([self._exactly(item) for item in value]))
-        if self._every and isinstance(value, str):
-            return quoted(text(value), every=True)
-        written = text(json.dumps(value, ensure_ascii=False, allow_nan=False))
-        if not self._every or type(value) not in (int, float) or value != value // 1:
-            return written
-        return Alt((written, Seq((text(str(int(value))), POINTED))))
+        if self._complete and isinstance(value, str):
+            return quoted(text(value), complete=True)
+        literal = text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        if not self._complete or type(value) not in (int, float) or value != value // 1:
+            return literal
+        return Alt((literal, Seq((text(str(int(value))), POINTED))))
 
     def _joined(self, items: Sequence[Expression]) -> Expression:
         return Seq(
@@ -76,13 +76,13 @@ class Parts:
         items: Sequence[tuple[bool, Expression]],
         minimum: int,
         maximum: int | None,
-        others: Expression | None = None,
+        other_item: Expression | None = None,
     ) -> Expression:
         """From `minimum` to `maximum` of the parts in their order, those that must be there among them; then any number
-        of `others`, which only the maximum counts."""
-        if others is None:
+        of `other_item`, which only the maximum counts."""
+        if other_item is None:
             maximum = maximum if maximum is None or maximum < len(items) else None
-        return Subsequence(tuple(items), self._comma, minimum, maximum, others)
+        return Subsequence(tuple(items), self._comma, minimum, maximum, other_item)
 
 
 def _characters(expression: Expression) -> Ranges:

@@ -38,53 +38,53 @@ _HEX = [Chars(normal((ord(digit), ord(digit)) for digit in {f"{n:x}", f"{n:X}"})
 
 
 @lru_cache(maxsize=256)  # the same object: equal endings of objects are then one part of an automaton
-def string(minimum: int, maximum: int | None, every: bool = False) -> Expression:
+def string(minimum: int, maximum: int | None, complete: bool = False) -> Expression:
     """Any string of `minimum` to `maximum` characters."""
-    return sequence('"', Repeat(_any_character(every), minimum, maximum), '"')
+    return sequence('"', Repeat(_any_character(complete), minimum, maximum), '"')
 
 
 @lru_cache
-def _any_character(every: bool) -> Expression:
+def _any_character(complete: bool) -> Expression:
     """One character, as an automaton: bounds repeat it often."""
-    return smallest(_character(ANYTHING.ranges, every), "a character")
+    return smallest(_character(ANYTHING.ranges, complete), "a character")
 
 
-def matching(pattern: str, wide: bool = False, every: bool = False) -> Expression:
+def matching(pattern: str, wide: bool = False, complete: bool = False) -> Expression:
     """The strings in which a pattern is found, as `parsed` reads it."""
-    return quoted(parsed(pattern, search=True, wide=wide), every)
+    return quoted(parsed(pattern, search=True, wide=wide), complete)
 
 
-def of_format(name: str, every: bool = False) -> Expression:
+def of_format(name: str, complete: bool = False) -> Expression:
     """Strings of a format."""
-    return quoted(parsed(PATTERNS[name]), every)
+    return quoted(parsed(PATTERNS[name]), complete)
 
 
-def quoted(expression: Expression, every: bool = False) -> Expression:
-    """The strings whose values are the texts of `expression`; with `every`, also those that write a character beyond
+def quoted(expression: Expression, complete: bool = False) -> Expression:
+    """The strings whose values are the texts of `expression`; with `complete`, also those that write a character beyond
     ASCII, or a control character, by its number."""
-    return sequence('"', escaped(expression, every), '"')
+    return sequence('"', escaped(expression, complete), '"')
 
 
-def escaped(expression: Expression, every: bool = False) -> Expression:
+def escaped(expression: Expression, complete: bool = False) -> Expression:
     """The texts of `expression` inside the quotes of JSON."""
     if isinstance(expression, Seq):
-        return Seq(tuple(escaped(item, every) for item in expression.items))
+        return Seq(tuple(escaped(item, complete) for item in expression.items))
     if isinstance(expression, Alt):
-        return Alt(tuple(escaped(item, every) for item in expression.items))
+        return Alt(tuple(escaped(item, complete) for item in expression.items))
     if isinstance(expression, Repeat):
-        return expression._replace(item=escaped(expression.item, every))
+        return expression._replace(item=escaped(expression.item, complete))
     assert not isinstance(expression, (Machine, Subsequence))  # patterns have none
-    return _character(expression.ranges, every)
+    return _character(expression.ranges, complete)
 
 
 @lru_cache(maxsize=256)
-def _character(ranges: Ranges, every: bool) -> Expression:
+def _character(ranges: Ranges, complete: bool) -> Expression:
     """One character of a string."""
     unescaped = _common(ranges, _PLAIN)
     escapes: list[Expression] = [
         text(escape) for point, escape in _ESCAPES.items() if any(first <= point <= last for first, last in ranges)
     ]
-    if every:
+    if complete:
         escapes += (sequence("\\u", number) for number in _numbers(_common(ranges, _BY_NUMBER)))
     return Alt((*((Chars(unescaped),) if unescaped else ()), *escapes))
 
@@ -137,7 +137,7 @@ def _hexadecimal(low: int, high: int, digits: int) -> Iterator[Expression]:
     yield from _hexadecimal(middle, high, digits)
 
 
-def string_of(schema: Mapping[str, Any], place: str, wide: bool = False, every: bool = False) -> Expression:
+def string_of(schema: Mapping[str, Any], place: str, wide: bool = False, complete: bool = False) -> Expression:
     """The strings of a schema; `wide`: those that others are told from."""
     conjuncts: list[Expression] = []
     for name in ("pattern", "format"):
@@ -148,12 +148,12 @@ def string_of(schema: Mapping[str, Any], place: str, wide: bool = False, every: 
                     continue
                 supported = f"Known: {', '.join(sorted([*PATTERNS, *ANY]))}."
                 unsupported(entry not in PATTERNS, f"{place}/format", f"{entry!r}", supported)
-            conjuncts.append(of_format(entry, every) if name == "format" else matching(entry, wide, every))
+            conjuncts.append(of_format(entry, complete) if name == "format" else matching(entry, wide, complete))
     minimum, maximum = counts(schema, "minLength", "maxLength", place)
     if maximum is not None and maximum < minimum:
         return NOTHING
     if minimum > 0 or maximum is not None or not conjuncts:
-        conjuncts.append(string(minimum, maximum, every))
+        conjuncts.append(string(minimum, maximum, complete))
     expression = conjuncts[0]
     for conjunct in conjuncts[1:]:
         expression = both(expression, conjunct, f"the schema at {place}")
