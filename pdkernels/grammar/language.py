@@ -225,8 +225,8 @@ class _Builder:
         if isinstance(expression, Chars):
             start, lines = self.state(), utf8(expression.ranges)
             spend(len(lines))
-            for (first, last), *rest in lines:
-                self.edges.append((start, first, last, self._tail(tuple(rest), end)))
+            for (first, last), *later_bytes in lines:
+                self.edges.append((start, first, last, self._tail(tuple(later_bytes), end)))
         elif isinstance(expression, Seq):
             start = end
             for item in reversed(expression.items):

@@ -158,8 +158,8 @@ def multiples(step: Decimal) -> Expression:
         edges += [(first, 46, 46, point), (point, 48, 48, zeros)]
     accepting = [zeros]
     for place, start in enumerate(at):
-        left = 10 ** (places - place)
-        accepting += [start + remainder for remainder in range(unit) if remainder * left % unit == 0]
+        scale = 10 ** (places - place)
+        accepting += [start + remainder for remainder in range(unit) if remainder * scale % unit == 0]
     return Machine(point + (unit if places else 1), tuple(edges), tuple(accepting))
 
 

@@ -75,9 +75,9 @@ def parsed_schema(
             raise ValueError(sentence(OP, f"the schema is not JSON: {error}")) from None
     check_type(isinstance(schema, (Mapping, bool)), OP, "schema", "be a dict", type(schema).__name__)
     check_values(schema)
-    written = json.dumps(schema) if isinstance(schema, Mapping) else ""
-    if '"$id"' in written:  # a part that is there twice may have two bases
-        schema = json.loads(written)
+    schema_text = json.dumps(schema) if isinstance(schema, Mapping) else ""
+    if '"$id"' in schema_text:  # a part that is there twice may have two bases
+        schema = json.loads(schema_text)
     try:
         return _Compiler(schema, whitespace, size, {} if unknown is None else unknown, complete).value(schema, "#")
     except RecursionError:

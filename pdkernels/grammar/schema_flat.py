@@ -83,8 +83,8 @@ class Flattener:
 
         def base_of(schema: Mapping[str, Any], base: str) -> str:
             name = schema.get("$id")
-            named = isinstance(name, str) and not name.startswith("#") and not (alone and "$ref" in schema)
-            return _joined(base, str(name)).partition("#")[0] if named else base
+            has_name = isinstance(name, str) and not name.startswith("#") and not (alone and "$ref" in schema)
+            return _joined(base, str(name)).partition("#")[0] if has_name else base
 
         self._at[""] = root
         if isinstance(root, Mapping) and isinstance(root.get("id"), str):  # of draft 4
@@ -116,8 +116,8 @@ class Flattener:
 
     def _uris(self, schema: Any) -> list[str]:
         """What the references of a schema name."""
-        inside = [subschema for subschema, _ in _inside(schema) if isinstance(subschema.get("$ref"), str)]
-        return list(dict.fromkeys(self.uri(subschema, "#") for subschema in inside))
+        with_reference = [subschema for subschema, _ in _inside(schema) if isinstance(subschema.get("$ref"), str)]
+        return list(dict.fromkeys(self.uri(subschema, "#") for subschema in with_reference))
 
     def found(self, uri: str, place: str) -> Any:
         """The part of the root that a URI names."""

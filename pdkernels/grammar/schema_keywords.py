@@ -149,13 +149,17 @@ def warning_of(unknown: Unknown) -> str:
             foreign.append(f"the {subject} {name[:40]!r} at {place[:80]}{f' ({hint})' if hint else ''}")
         else:
             stray.append(f"{name!r} beside {subject[:80]} at {place[:80]}")
-    words = f"JSON Schema does not have {_few(foreign)}, which demand nothing" if foreign else ""
-    return words + ("; " if foreign and stray else "") + (f"{_few(stray)} demand nothing there" if stray else "")
+    sentence_of_foreign = f"JSON Schema does not have {_few(foreign)}, which demand nothing" if foreign else ""
+    return (
+        sentence_of_foreign
+        + ("; " if foreign and stray else "")
+        + (f"{_few(stray)} demand nothing there" if stray else "")
+    )
 
 
 def _few(mentions: list[str]) -> str:
-    more = f" and {len(mentions) - _MAX_NAMED} more" if len(mentions) > _MAX_NAMED else ""
-    return ", ".join(mentions[:_MAX_NAMED]) + more
+    remainder = f" and {len(mentions) - _MAX_NAMED} more" if len(mentions) > _MAX_NAMED else ""
+    return ", ".join(mentions[:_MAX_NAMED]) + remainder
 
 
 def modern(schema: dict[str, Any]) -> dict[str, Any]:

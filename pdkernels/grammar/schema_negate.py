@@ -102,12 +102,14 @@ def _without(name: str, value: Any, schema: Mapping[str, Any], place: str) -> It
 
 
 def _of_other_types(kinds: list[str]) -> Iterator[Merged]:
-    rest = [kind for kind in TYPES if kind not in kinds and not (kind in ("integer", "number") and "number" in kinds)]
-    if "integer" in kinds and "number" in rest:
-        rest.remove("number")
+    other_kinds = [
+        kind for kind in TYPES if kind not in kinds and not (kind in ("integer", "number") and "number" in kinds)
+    ]
+    if "integer" in kinds and "number" in other_kinds:
+        other_kinds.remove("number")
         yield Merged({"type": "number", FRACTIONAL: True})
-    if rest:
-        yield Merged(type=rest)
+    if other_kinds:
+        yield Merged(type=other_kinds)
 
 
 def _unlisted(values: list[Any]) -> Iterator[Any]:
@@ -160,8 +162,15 @@ def other_objects(required: Sequence[str], properties: Mapping[str, Any]) -> Ite
     for name, schema in properties.items():
         if schema not in (True, {}):
             value = True if schema is False else {"not": schema}
-            named = {**held_schemas, name: value}
-            yield Merged({"type": "object", "properties": named, "required": [*there, name], UNSEEN: tuple(named)})
+            property_schemas = {**held_schemas, name: value}
+            yield Merged(
+                {
+                    "type": "object",
+                    "properties": property_schemas,
+                    "required": [*there, name],
+                    UNSEEN: tuple(property_schemas),
+                }
+            )
             held_schemas[name] = schema
 
 

@@ -50,8 +50,8 @@ def has_number(schema: Mapping[str, Any], value: float, place: str) -> bool:
         context.prec = 1000  # more than doubles have digits
         is_multiple = all(exact % Decimal(repr(step)) == 0 for step in _steps(schema, "multipleOf"))
         is_denied = any(exact % Decimal(repr(step)) == 0 for step in _steps(schema, NO_MULTIPLE))
-    fits = is_multiple and not is_denied and not (is_whole and FRACTIONAL in schema)
-    return fits and Range.of(*bounds[1:]).has(exact) and (bounds.kind == "number" or is_whole)
+    has_steps = is_multiple and not is_denied and not (is_whole and FRACTIONAL in schema)
+    return has_steps and Range.of(*bounds[1:]).has(exact) and (bounds.kind == "number" or is_whole)
 
 
 def _steps(schema: Mapping[str, Any], name: str) -> tuple[float, ...]:

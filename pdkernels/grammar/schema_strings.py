@@ -129,8 +129,8 @@ def _hexadecimal(low: int, high: int, digits: int) -> Iterator[Expression]:
     first, last = low // unit, high // unit
     if first == last or (low % unit == 0 and high % unit == unit - 1):
         digit = Chars(normal(bounds for value in range(first, last + 1) for bounds in _HEX[value].ranges))
-        for rest in _hexadecimal(low % unit, high % unit, digits - 1):
-            yield Seq((digit, rest))
+        for later_digits in _hexadecimal(low % unit, high % unit, digits - 1):
+            yield Seq((digit, later_digits))
         return
     middle = (first + 1) * unit if low % unit else last * unit
     yield from _hexadecimal(low, middle - 1, digits)
