@@ -50,6 +50,28 @@ ROWS = (
         differs="the paper says no more than that levels differ between ranks: here they are drawn, uniform and apart",
     ),
     Row(
+        "Table 1",
+        "What each technique of training adds",
+        ("bench.papers.nemotron_ablations",),
+        ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
+        differs="one process: ranks are simulated",
+        figures=("techniques",),
+    ),
+    Row(
+        "Table 2, Figure 4",
+        "Both modes by alpha, and their losses over the steps",
+        ("bench.papers.nemotron_ablations",),
+        ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
+        figures=("alpha",),
+    ),
+    Row(
+        "Table 3",
+        "The autoregressive mode with and without the diffusion loss",
+        ("bench.papers.nemotron_ablations",),
+        ("tests/papers/test_tables.py::test_pages_are_the_committed_files",),
+        figures=("preserved",),
+    ),
+    Row(
         "2.2, Figure 3",
         "Mask of a noisy and a strictly causal clean stream",
         ("pdkernels.masks.dual_stream", "pdkernels.training.pack_dual_stream"),
