@@ -243,7 +243,11 @@ TECHNIQUES = {
     "+ autoregressive loss": Recipe(),
     "the same with masking ratios by sequence": Recipe(noise="sequence"),
 }
-ALPHAS = {**{f"{alpha:g}": Recipe(alpha) for alpha in (0.0, 0.1, 0.3, 0.5, 1.0)}, "no autoregressive loss": BLOCK_WISE}
+ALPHAS = {
+    **{f"{alpha:g}": Recipe(alpha) for alpha in (0.0, 0.1, 0.3, 0.5, 1.0)},
+    "no autoregressive loss": BLOCK_WISE,
+    **{f"{alpha:g}, seed 1": Recipe(alpha, seed=1) for alpha in (0.3, 1.0)},
+}
 PRESERVED = {
     "base, autoregressive loss alone": Recipe(0.0),
     "base, with the masked loss": Recipe(),
@@ -272,7 +276,7 @@ def facts(
         "steps": STEPS,
         "texts a step": f"{RANKS} ranks of {TEXTS}",
         "block size": BLOCK,
-        "seeds": ", ".join(str(seed) for seed in sorted({recipe.seed for recipe in recipes.values()})),
+        "seeds": " and ".join(str(seed) for seed in sorted({recipe.seed for recipe in recipes.values()})),
         "problems": problems,
         "seconds": round(sum(bases.values()) + sum(one.seconds for one in found.values())),
         "processor": processor(),
