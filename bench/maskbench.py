@@ -178,7 +178,11 @@ def report(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         refused = f"{row['valid_refused']} of {row['valid']}"
         taken_wrongly = f"{row['invalid_taken']} of {row['invalid']}"
-        times = (f"{row['p50_ms']:.1f}", f"{row['p99_ms']:,.0f}", f"{row['max_ms']:,.0f}")
+        times = (
+            f"{row['p50_ms']:.1f}" if row["p50_ms"] else "below 4",
+            f"{row['p99_ms']:,.0f}",
+            f"{row['max_ms']:,.0f}",
+        )
         compiled = f"{row['compiled']} of {row['schemas']}" + (f", {row['late']} late" if row["late"] else "")
         lines.append([row["set"], row["engine"], compiled, refused, taken_wrongly, *times])
     head = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cache_dtypes, grammars_report, long_texts, plots, records, report
+from bench import cache_dtypes, grammars_report, long_texts, maskbench, plots, records, report
 from bench.bench_log_step import CANDIDATES
 from bench.bench_speculative_attention import APPENDING
 from pdkernels.decoding.methods import METHODS
@@ -143,6 +143,19 @@ def test_tables_of_grammars() -> None:
     text = grammars_report.tables({"proof": rows, "cost": {"person": times}, "machine": machine})
     assert "| `jacobi` | 3 of 3, 1 refused | 2 of 4 |" in text and "| `llada` | 4 of 4 | - |" in text
     assert "| person | 500 | 10.0 | 5.0% | 3 | 41 | 1,234 |" in text
+
+
+def test_schemas_that_people_send() -> None:
+    """In the committed figures we take no invalid text, and compile no fewer schemas than llguidance."""
+    found = json.loads(maskbench.RESULTS.read_text())
+    rows = {(row["set"], row["engine"]): row for row in found["rows"]}
+    for (name, engine), row in rows.items():
+        if engine.startswith("pdkernels"):
+            assert row["invalid_taken"] == row["late"] == 0
+            assert row["compiled"] >= rows[name, "llguidance"]["compiled"]
+    row = {**rows["MaskBench", "pdkernels"], "late": 2, "p50_ms": 0.0}
+    text = maskbench.report({"rows": [row], "versions": {"pdkernels": "0"}})
+    assert f"{row['compiled']} of {row['schemas']}, 2 late" in text and "| below 4 |" in text
 
 
 LATER = frozenset[str]()

@@ -10,8 +10,10 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
+from pdkernels import _host
 from pdkernels.decoding import Grammar
 from tests.decoding.test_grammar_language import drawn
 
@@ -172,6 +174,41 @@ def compare(seed: int, texts: str, tally: Counter[str]) -> None:
         assert valid or not taken, (seed, json.dumps(schema), value)
         tally["values"] += valid
         tally["missed"] += valid and not taken
+
+
+BYTES = [bytes([byte]) for byte in range(256)] + [b""]
+END = 256
+
+
+@pytest.mark.parametrize("texts", ["usual", "all"])
+def test_texts_and_canvases_have_the_same_language(texts: str) -> None:
+    """Token by token, with the tokens of a canvas hidden, and as bytes: each view takes a text that the others take."""
+    compared: Counter[bool] = Counter()
+    for seed in range(40):
+        writer = Writer(seed)
+        try:
+            grammar = Grammar.json_schema(writer.schema(), texts=texts, unknown="ignore")  # type: ignore[arg-type]
+        except (NotImplementedError, ValueError):
+            continue
+        over = _host.TokenAutomaton(grammar.automaton, BYTES, [END], 2**26, 10**8)
+        words = np.zeros(9, dtype=np.int32)
+        values = [json.dumps(writer.value(), ensure_ascii=False) for _ in range(6)]
+        for text in [*drawn(grammar, 3, seed), *values]:
+            tokens, taken = [*text.encode(), END], grammar.matches(text)
+            compared[taken] += 1
+            assert (over.follow(0, tokens) >= 0) == taken
+            assert bool(over.places(tokens, [0], 0)) == taken
+            if not taken:
+                continue
+            hidden = [-1 if writer.draw.random() < 0.4 else token for token in tokens]
+            places = over.places(hidden, [0], 0)
+            for at, token in enumerate(tokens):
+                over.mask(over.follow(0, tokens[:at]), len(tokens) - at - 1, words)
+                assert words[token // 32] >> token % 32 & 1
+                if hidden[at] == -1:
+                    over.allowed(places[at], places[at + 1], words)
+                    assert words[token // 32] >> token % 32 & 1
+    assert compared[True] > 100 and compared[False] > 50
 
 
 def test_random_schemas() -> None:
