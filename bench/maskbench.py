@@ -91,7 +91,7 @@ def llguidance() -> Engine:
 
 
 def xgrammar() -> Engine:
-    import xgrammar as library
+    import xgrammar as library  # type: ignore[import-not-found]
 
     tokens = [bytes([byte]) for byte in range(256)]
     vocabulary = library.TokenizerInfo([*tokens, b"</s>"], vocab_size=257, stop_token_ids=[256])
@@ -138,7 +138,12 @@ def of_suite(folder: Path, draft: str) -> Iterator[Case]:
 
 
 def taken(accepts: Accepts, value: Any) -> bool:
-    forms = ({}, {"ensure_ascii": False}, {"separators": (",", ":")}, {"separators": (",", ":"), "ensure_ascii": False})
+    forms: tuple[dict[str, Any], ...] = (
+        {},
+        {"ensure_ascii": False},
+        {"separators": (",", ":")},
+        {"separators": (",", ":"), "ensure_ascii": False},
+    )
     return any(accepts(json.dumps(value, **form).encode("utf-8", "surrogatepass")) for form in forms)
 
 

@@ -63,7 +63,8 @@ class Repeat(NamedTuple):
 
 class Subsequence(NamedTuple):
     """Some of several items in their order, those that are marked among them, from `minimum` to `maximum` in all, with
-    `separator` between two. Any number of `others` may follow, which the maximum counts and the minimum does not."""
+    `separator` between two. Any number of `others` may follow, all of which the maximum counts, and one of which the
+    minimum does: they may be the same."""
 
     items: tuple[tuple[bool, Expression], ...]
     separator: Expression
@@ -301,11 +302,16 @@ class _Builder:
         if subsequence.maximum is None:
             loop = self._repeated(Repeat(item, 0, None), end)
             after = {count: loop for count in counts if count}
-            return after | ({0: self.either(end, self.add(other_item, loop))} if subsequence.minimum == 0 else {})
+            before = self.add(item if subsequence.minimum > 1 else other_item, loop)
+            return after | (
+                {0: self.either(end, before)} if subsequence.minimum == 0 else {subsequence.minimum - 1: before}
+            )
         after, here = {top: end}, end
         for count in reversed(range(subsequence.minimum, top)):
             before = self.add(item if count else other_item, here)
             here = after[count] = self.either(end, before)
+        if subsequence.minimum > 0:
+            after[subsequence.minimum - 1] = self.add(item if subsequence.minimum > 1 else other_item, here)
         return after
 
 

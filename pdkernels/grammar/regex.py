@@ -191,11 +191,14 @@ class _Tree:
 
 def _has_anchor(items: Sequence[Any]) -> bool:
     for kind, value in items:
-        if str(kind) == "AT":
+        name, subtrees = str(kind), list[Any]()
+        if name == "AT":
             return True
-        inner = {"BRANCH": lambda value: value[1], "SUBPATTERN": lambda value: [value[3]]}
-        inner |= dict.fromkeys(("MAX_REPEAT", "MIN_REPEAT"), lambda value: [value[2]])
-        if str(kind) in inner and any(_has_anchor(list(subtree)) for subtree in inner[str(kind)](value)):
+        if name == "BRANCH":
+            subtrees = value[1]
+        elif name in ("SUBPATTERN", "MAX_REPEAT", "MIN_REPEAT"):
+            subtrees = [value[-1]]
+        if any(_has_anchor(list(subtree)) for subtree in subtrees):
             return True
     return False
 

@@ -79,7 +79,7 @@ class Parts:
         other_item: Expression | None = None,
     ) -> Expression:
         """From `minimum` to `maximum` of the parts in their order, those that must be there among them; then any number
-        of `other_item`, which only the maximum counts."""
+        of `other_item`, as `Subsequence` counts them."""
         if other_item is None:
             maximum = maximum if maximum is None or maximum < len(items) else None
         return Subsequence(tuple(items), self._comma, minimum, maximum, other_item)

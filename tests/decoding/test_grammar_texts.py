@@ -76,6 +76,8 @@ EVERY: list[tuple[Any, list[str], list[str]]] = [
     ({**_of(é=DIGIT), "additionalProperties": WORD}, ['{"\\u00e9": 1}', '{"e": "x"}'], ['{"\\u00e9": "x"}', '{"é": "x"}']),
     ({**_of(a=DIGIT), "patternProperties": {"^b": WORD}, "additionalProperties": False}, ['{"a": 1, "bc": "x"}', '{"b": "y"}'], ['{"a": 1, "c": "x"}', '{"b": 1}']),
     ({**_of(a=DIGIT), "maxProperties": 2}, ['{"a": 1, "b": 2}', '{"b": 1, "c": 2}'], ['{"a": 1, "b": 2, "c": 3}']),
+    ({**_of(a=DIGIT, b=DIGIT), "minProperties": 2}, ['{"a": 1, "c": 2}', '{"a": 1, "b": 2, "c": 3}'], ['{"c": 1}', "{}", '{"c": 1, "c": 2}']),
+    ({**_of(a=DIGIT), "minProperties": 1, "maxProperties": 2}, ['{"c": 1}', '{"b": 1, "c": 1}', '{"a": 1, "c": 1}'], ["{}", '{"a": 1, "b": 1, "c": 1}']),
     ({**_of(a=DIGIT), "required": ["a"], "propertyNames": {"maxLength": 1}}, ['{"a": 1, "b": 2}'], ['{"a": 1, "bc": 2}', '{"b": 2}']),
     ({**_of(a=DIGIT, b=DIGIT), "if": {"required": ["c"]}, "then": {"required": ["b"]}}, ['{"a": 1, "d": 2}', '{"b": 1, "c": 2, "d": 3}'], ['{"a": 1, "c": 2}']),
     ({**FOUR, "type": "integer"}, ["12345678901234567890"], ["1.0"]),
