@@ -27,7 +27,8 @@ struct LayersInputs {
   ParameterInputs parameters;
   Written k_cache, v_cache;  // all layers
   Tensor lengths;
-  OptionalTensor counts, block_table;
+  OptionalTensor counts, cu_seqlens, block_table;  // with cu_seqlens x is (1, rows, width), the rows of all sequences
+  int64_t longest;                                 // most rows of a sequence, those of the plan
   int64_t heads;  // of q
   Tensor cos, sin, positions;
   bool interleaved;
@@ -36,8 +37,8 @@ struct LayersInputs {
   RoutingInputs routing;
   std::vector<OptionalTensor> starts;  // of each layer, or none at all
   auto fields() const {
-    return std::tie(x, parameters, k_cache, v_cache, lengths, counts, block_table, heads, cos, sin, positions,
-                    interleaved, plan, scale, eps, routing, starts);
+    return std::tie(x, parameters, k_cache, v_cache, lengths, counts, cu_seqlens, block_table, longest, heads, cos, sin,
+                    positions, interleaved, plan, scale, eps, routing, starts);
   }
 };
 
@@ -174,8 +175,14 @@ inline void unpack_attention(const LayersInputs& in, TransformerLayersArgs& args
   SpeculativeArgs& attention = args.attention;
   const ScalarType dtype = in.x.scalar_type();
   attention.codes = in.k_cache.scalar_type() == ScalarType::Char;
-  attention.element = row_element(dtype), attention.batch = in.x.size(0);
-  attention.q_len = attention.kv_len = attention.append_rows = in.x.size(1);
+  attention.element = row_element(dtype), attention.batch = in.lengths.size(0);
+  attention.q_len = attention.kv_len = in.longest, attention.lse_stride = in.x.size(1);
+  if (in.cu_seqlens.has_value()) {
+    PDK_CHECK(in.x.size(0) == 1);
+    attention.row_begins = index_view(device, in.cu_seqlens, 1, attention.batch + 1);
+  } else {
+    PDK_CHECK(in.x.size(0) == attention.batch && in.longest == in.x.size(1));
+  }
   attention.q_heads = in.heads, attention.kv_heads = in.k_cache.size(3);
   attention.head_dim = in.k_cache.size(4) - (attention.codes ? static_cast<int64_t>(sizeof(float)) : 0);
   attention.block_q = in.plan.block_q, attention.block_k = in.plan.block_k;
@@ -188,14 +195,14 @@ inline void unpack_attention(const LayersInputs& in, TransformerLayersArgs& args
   attention.counts = index_view(device, in.counts, 1, attention.batch);
   args.k_cache_stride = in.k_cache.stride(0) * static_cast<int64_t>(in.k_cache.element_size());
   args.v_cache_stride = in.v_cache.stride(0) * static_cast<int64_t>(in.v_cache.element_size());
-  args.rope.batch = attention.batch, args.rope.rows = attention.q_len, args.rope.head_dim = attention.head_dim;
+  args.rope.batch = args.entries(), args.rope.rows = args.entry_rows(), args.rope.head_dim = attention.head_dim;
   unpack_rotation(device, in.cos, in.sin, in.positions, in.interleaved, args.rope);
 }
 
 // The residual, and what the last layer adds to it.
 inline std::tuple<Tensor, Tensor> transformer_layers(const LayersInputs& in) {
   PDK_CHECK(in.x.dim() == 3 && in.x.is_contiguous() && in.x.numel() > 0 && in.eps >= 0);
-  PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5);
+  PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5 && in.lengths.dim() == 1);
   const Launch launch(in.x);
   TransformerLayersArgs args;
   const int64_t layers = in.k_cache.size(0);

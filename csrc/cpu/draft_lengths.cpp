@@ -1,5 +1,8 @@
 // Lengths of drafts on the CPU: a few dozen numbers a sequence, so one thread and plain loops.
 #include "ops/draft_lengths.h"
+
+#include <vector>
+
 #include "fault.h"
 
 namespace pdkernels::cpu {
@@ -16,7 +19,9 @@ void draft_lengths(const DraftLengthsArgs& args) {
            "No more tokens can be accepted than were drafted.");
     }
   }
-  for (int64_t b = 0; b < args.batch; ++b) args.choose(b);
+  std::vector<double> memory(args.memory_bytes() / sizeof(double));
+  for (int64_t b = 0; b < args.batch; ++b) args.count(b);
+  args.choose(args.memory(memory.data()));
 }
 
 }  // namespace pdkernels::cpu

@@ -36,7 +36,7 @@ class Layers {
   // Rows of heads, of which each token has `heads` in memory.
   HeadsView heads_view(char* data, int64_t heads, int64_t head_size) const {
     const int64_t token = heads * head_size;
-    return {data, attention_.q_len * token, token, head_size};
+    return {data, args_.entry_rows() * token, token, head_size};
   }
   char* head(char* data, int64_t number) const { return data + number * attention_.head_dim * size_; }
 
@@ -45,7 +45,7 @@ class Layers {
     const int64_t heads = args_.norms_heads() ? args_.turned_heads() : args_.all_heads();
     rope_.element = sizes.element, rope_.x = memory_.normed_qk, rope_.heads = args_.turned_heads();
     rope_.head_stride = sizes.head_dim, rope_.row_stride = heads * sizes.head_dim;
-    rope_.batch_stride = sizes.q_len * rope_.row_stride;
+    rope_.batch_stride = args_.entry_rows() * rope_.row_stride;
   }
 
   void set_attention() {
@@ -62,7 +62,7 @@ class Layers {
       attention_.k = codes[0], attention_.v = codes[1];
     }
     attention_.out = heads_view(memory_.mixed, queries, dim);
-    attention_.lse = memory_.lse, attention_.lse_stride = attention_.q_len;
+    attention_.lse = memory_.lse;
     attention_.parts = memory_.parts, attention_.parts_lse = memory_.parts_lse;
   }
 
@@ -70,7 +70,7 @@ class Layers {
     QuantizeArgs args;
     args.element = attention_.element, args.head_dim = attention_.head_dim;
     args.x = static_cast<char*>(x.data), args.rows = static_cast<char*>(codes.data);
-    args.sizes[0] = attention_.batch, args.sizes[1] = attention_.q_len, args.sizes[2] = attention_.kv_heads;
+    args.sizes[0] = args_.entries(), args.sizes[1] = args_.entry_rows(), args.sizes[2] = attention_.kv_heads;
     const int64_t x_strides[3] = {x.batch_stride, x.token_stride, x.head_stride};
     const int64_t row_strides[3] = {codes.batch_stride, codes.token_stride, codes.head_stride};
     for (int d = 0; d < 3; ++d) args.x_strides[d] = x_strides[d] * size_, args.row_strides[d] = row_strides[d];

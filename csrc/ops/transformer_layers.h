@@ -65,7 +65,10 @@ struct TransformerLayersArgs {
   RouterFunctions* router_functions;
   char* memory;  // memory_bytes()
 
-  int64_t rows() const { return attention.batch * attention.q_len; }
+  int64_t rows() const { return attention.rows(); }
+  // Rows of packed sequences are those of a single entry.
+  int64_t entries() const { return attention.packed() ? 1 : attention.batch; }
+  int64_t entry_rows() const { return attention.lse_stride; }
   int64_t turned_heads() const { return attention.q_heads + attention.kv_heads; }
   int64_t all_heads() const { return attention.q_heads + 2 * attention.kv_heads; }
   bool norms_heads() const { return layers[0].q_norm != nullptr; }

@@ -37,6 +37,8 @@ class RowTimes(NamedTuple):
     flat: float
     start: float
     slope: float
+    sequence: float = 0.0
+    """Seconds that a row of another sequence takes longer than another row of the same one, where that was measured."""
 
     @property
     def knee(self) -> float:
@@ -194,6 +196,7 @@ def _wait(device: torch.device) -> None:
 
 
 _kept: dict[str, RowTimes] = {}
+_SEVERAL = 8  # sequences with a row each
 _PATIENCE = 2.0  # seconds: small models have all repeats, large ones a few
 
 
@@ -212,26 +215,29 @@ def _measurable(model: Any) -> tuple[list[int], int]:
 
 
 def kept_row_times(model: Any) -> RowTimes:
-    """As `measure_row_times`, for a model on this machine, once: the result is kept in memory, and in a file of the
+    """As `measure_row_times`, and `RowTimes.sequence`, for a model on this machine, once: the result is kept in memory, and in a file of the
     user's cache folder.
 
     Two models are the same here if they have the same sizes, dtype and formats of matrices.
     """
     name = _name_of(model)
     if name not in _kept:
-        file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "row_minima.json"
+        file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "step_minima.json"
         recorded = _read(file).get(name)
         if recorded is None:
             # The minimum of each: it is kept for long, and must not depend on what else runs now. More rows never take
             # less time.
             rows, prefix = _measurable(model)
             seconds = _row_seconds(model, rows, prefix, 7, 1, _PATIENCE)
-            times = fit_row_times(list(seconds), list(accumulate(map(min, seconds.values()), max)))
+            least = list(accumulate(map(min, seconds.values()), max))
+            times = fit_row_times(list(seconds), least)
+            several = min(_row_seconds(model, [1], prefix, 7, _SEVERAL, _PATIENCE)[1])
+            times = times._replace(sequence=max(0.0, several - times.between(_SEVERAL)) / (_SEVERAL - 1))
             _write(
-                file, _read(file) | {name: [list(times.rows), list(times.seconds)]}
+                file, _read(file) | {name: [list(times.rows), list(times.seconds), times.sequence]}
             )  # others may have written meanwhile
         else:
-            times = fit_row_times(*recorded)
+            times = fit_row_times(*recorded[:2])._replace(sequence=recorded[2])
         _kept[name] = times
     return _kept[name]
 
@@ -255,7 +261,8 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         times = json.loads(file.read_text())
         valid = isinstance(times, dict) and all(
-            len(pair) == 2 and len(pair[0]) == len(pair[1]) >= 2 and min(pair[1]) > 0 for pair in times.values()
+            len(each) == 3 and len(each[0]) == len(each[1]) >= 2 and min(each[1]) > 0 and each[2] >= 0
+            for each in times.values()
         )
         return times if valid else {}
     except (OSError, ValueError, TypeError):

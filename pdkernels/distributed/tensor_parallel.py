@@ -108,6 +108,10 @@ class ParallelTransformer(Transformer):
         self.layers = cast(Sequence[Layer], nn.ModuleList(ParallelLayer(self.config, self.ranks) for _ in self.layers))
         _slice_vocabulary(self, self.ranks.shard.width)
 
+    @property
+    def packs_rows(self) -> bool:
+        return False
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ranks.logits(super().logits(hidden))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,15 @@ class BatchSampler:
     def __setitem__(self, row: int, sampler: Sampler | None) -> None:
         """None: the row has no request."""
         self._rows[row], self._groups = sampler, None
+
+    def of(self, rows: Sequence[int]) -> Sampler | BatchSampler:
+        """What draws other rows, each as the row of this number is drawn here."""
+        if len(set(self._rows) - {None}) < 2:
+            return next((sampler for sampler in self._rows if sampler is not None), Sampler())
+        others = BatchSampler(len(rows))
+        for row, number in enumerate(rows):
+            others[row] = self._rows[number]
+        return others
 
     def sample(
         self, logits: Tensor, positions: Tensor, seeds: Tensor, step: Tensor | int, suppress: tuple[int, ...] = ()

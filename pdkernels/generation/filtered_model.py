@@ -73,6 +73,8 @@ class FilteredModel:
     The cost is that the head runs on every row of a forward, and all logits are in memory at once.
     """
 
+    packs_rows = False  # filters are for rows of a batch
+
     def __init__(self, model: Any, filters: Filters) -> None:
         self.model, self.filters = model, filters
         self.keeps_plain = False

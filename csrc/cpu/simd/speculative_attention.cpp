@@ -81,7 +81,13 @@ inline Visibility visibility_of(const SpeculativeArgs& args, int64_t batch, int6
     const int64_t start = args.start(batch, tile * args.block_q + r) - origin;
     for (int64_t w = 0; w < kWords; ++w) bitmap[r * kWords + w] &= ones(start - 32 * w, 32);
   }
-  return Visibility::kSome;
+  // The only row of a sequence sees all of its keys, under the plan of longer ones too.
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t w = 0; w < kWords; ++w) {
+      if ((~bitmap[r * kWords + w] & ones(0, count - 32 * w)) != 0) return Visibility::kSome;
+    }
+  }
+  return Visibility::kAll;
 }
 
 // The rows of up to kChunk keys and values of a sequence, cached or new.

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, refuse
+from pdkernels.decoding.costs import StepCosts
 from pdkernels.decoding.steps import DraftSteps, Rows, Steps
 from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
-from pdkernels.generation.session import Session, to_device_async
+from pdkernels.generation.session import Session, has_no_choice, to_device_async
 from pdkernels.ops import verify_draft
 
 
@@ -38,15 +39,14 @@ class DrafterSteps(DraftSteps):
         slots: int,
         page_size: int | None,
         drafter: Any,
-        costs: Sequence[float] = (),
+        costs: StepCosts | None = None,
         rows: int = 0,
         drafted: int = 0,
-        wake: float = 0.0,
     ) -> None:
         """`allocate`, and the drafter's cache, whose rows past a text have room too: `slots` of them, or `drafted` if
         these are more."""
         columns = {"draft": 1, "verified": slots, "predictions": slots, "checked": None}
-        self.allocate(session, slots, page_size, costs=costs, wake=wake, rows=rows, **columns)
+        self.allocate(session, slots, page_size, costs=costs, rows=rows, **columns)
         self.drafter = drafter
         self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + max(slots, drafted))
         here, there = self.cache.lengths.device, self.drafted.lengths.device
@@ -108,7 +108,7 @@ class DrafterSteps(DraftSteps):
         entry.verified[:, :width] = draft
         entry.predictions[:, :width] = valid
         entry.draft[:, 0] = verdict.next_token.clamp(min=0)
-        self.judge(verdict, logits, predictions)
+        self.judge(verdict, has_no_choice(logits, predictions))
         self.accept(draft, verdict.accepted, entry.draft)
 
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:

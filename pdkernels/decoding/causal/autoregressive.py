@@ -71,14 +71,12 @@ class AutoregressiveSteps(DraftSteps):
 
     def _verify(self, width: int, ragged: bool) -> None:
         entry, counts = self.entry, self.entry.pending if ragged else None
-        logits = self.model(entry.draft[:, :width], cache=self.cache, counts=counts, **self.latents)
-        positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
-        predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
+        predictions, no_choice = self.predicted(entry.draft[:, :width], counts, self.banned)
         entry.predictions[:, :width] = predictions.clamp(min=0)
         verdict = verify_draft(entry.draft, entry.predictions, draft_lengths=entry.pending, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
         entry.draft[:, 0] = verdict.next_token.clamp(min=0)
-        self.judge(verdict, logits, predictions)
+        self.judge(verdict, no_choice)
 
     def _next_length(self, accepted: torch.Tensor | None = None) -> None:
         self.entry.pending.copy_(self.remaining.clamp(max=1))

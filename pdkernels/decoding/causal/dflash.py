@@ -64,9 +64,11 @@ class DFlashSteps(FeatureSteps):
         check(size <= most, _OP, "block_size", f"be at most {most}, the tokens of the drafter's blocks", size)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         self.embed = session.model.embed if head.embedding is None else head.embed
-        draft_cost = draft_seconds(Drafts(head, self.embed, shared), self.rows) if chosen and slots > 1 else 0.0
-        costs = step_costs(session.model, slots, draft=draft_cost) if chosen else ()
-        self.allocate_drafter(_OP, session, slots, page_size, head, costs, drafted=self.rows, wake=draft_cost)
+        costs = step_costs(session.model, slots, session.batch) if chosen else None
+        if costs is not None:
+            timed = Drafts(head, self.embed, shared)
+            costs = costs.later(draft_seconds(timed, self.rows * session.batch), draft_seconds(timed, self.rows))
+        self.allocate_drafter(_OP, session, slots, page_size, head, costs, drafted=self.rows)
         self.allocate_features(session, head, slots + _UNREAD)
         device = self.cache.device
         self.masks = torch.full((session.batch, self.rows - 1), head.config.mask_token, device=device)

@@ -59,7 +59,9 @@ class DraftModelSteps(DrafterSteps):
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         drafter = _checked(session.model, checked_drafter(_OP, session.model, drafter, "draft_model"))
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
-        costs = step_costs(session.model, slots, guess_seconds(drafter)) if chosen and slots > 1 else ()
+        costs = step_costs(session.model, slots, session.batch) if chosen else None
+        if costs is not None:
+            costs = costs._replace(guess=guess_seconds(drafter, session.batch))
         self.allocate_drafter(_OP, session, slots, page_size, drafter, costs)
         self.latents, self.draft_latents = latents(self.model, self.seeds), latents(drafter, self.seeds)
         width = session.longest + session.max_new_tokens + slots

@@ -87,15 +87,16 @@ class EagleSteps(FeatureSteps):
         fault = "a P-EAGLE head makes all guesses at once, so it drafts chains alone"
         refuse(self.together and self.branches > 1, op, fault, "Pass branches=1.")
         timed = HeadRows(head, self.embed, self.shared)
-        guess = guess_seconds(timed) if chosen and slots > 1 else 0.0
-        costs: list[float] | tuple[()] = ()
-        if chosen and self.together:
-            costs = step_costs(session.model, slots, draft=2 * guess + draft_seconds(timed, max(1, slots - 2)))
-        elif chosen:
-            costs = step_costs(session.model, slots, guess, guess)
+        costs = step_costs(session.model, slots, session.batch) if chosen else None
+        if costs is not None:
+            read, guess = draft_seconds(timed, session.batch), guess_seconds(timed, session.batch)
+            if self.together:
+                costs = costs.later(2 * read + draft_seconds(timed, session.batch * max(1, slots - 2)), guess)
+            else:
+                costs = costs._replace(guess=guess).later(read, guess)
         # A whole tree is stored behind any text, however few tokens are still pending.
         rows = slots if self.branches == 1 else max(self.nodes, slots + 1)
-        self.allocate_drafter(op, session, slots, page_size, head, costs, rows, wake=guess)
+        self.allocate_drafter(op, session, slots, page_size, head, costs, rows)
         self.plans: dict[int, TreePlans] = {}
         ids = head.vocabulary.tolist() if self.branches > 1 else []
         self.hidden_ids = tuple(number for number, token in enumerate(ids) if token in self.banned)

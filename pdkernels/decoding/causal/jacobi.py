@@ -54,6 +54,7 @@ class JacobiSteps(DraftSteps):
     """
 
     resumes = True
+    packs = True
 
     def __init__(
         self,
@@ -76,7 +77,8 @@ class JacobiSteps(DraftSteps):
         nbytes = 100 * batch * limit * slots  # bytes of random words, temporaries included
         if draft == "model":
             check_fits_memory(_OP, "block_size", length, nbytes, torch.device("cpu"))
-        self.allocate(session, slots, page_size, costs=step_costs(session.model, slots) if chosen else ())
+        costs = step_costs(session.model, slots, session.batch) if chosen else None
+        self.allocate(session, slots, page_size, costs=costs)
         self.latents = latents(self.model, self.seeds)
         width, device = session.longest + limit + slots, self.cache.device
         self.lookup = Lookup(batch, width, slots, device) if draft == "lookup" else None
@@ -87,7 +89,6 @@ class JacobiSteps(DraftSteps):
             self.history = self.lookup.text
         self.number = torch.zeros_like(self.remaining)  # of each sequence's step
         self.sequence = torch.arange(batch, device=device)
-        self.after = self.slot + 1
 
     @classmethod
     def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
@@ -118,12 +119,14 @@ class JacobiSteps(DraftSteps):
         self.cache.lengths.zero_()
         rows = (prompt_lengths - 1)[:, None] + self.slot[: guesses + 1]
         counts = session.ragged(prompt_lengths + guesses)
-        logits, best = self._predictions(self.history[:, : session.longest + guesses], counts, rows + 1, rows=rows)
+        tokens = self.history[:, : session.longest + guesses]
+        logits = self.model(tokens, cache=self.cache, counts=counts, rows=rows, **self.latents)
+        best = self.sampler.sample(logits, rows + 1, self.seeds, OWN, self.banned)
         self.entry.draft[:, : guesses + 1] = best.clamp(min=0)
         self.cache.commit_(prompt_lengths)
         self.begin(session, best[:, :1], logits[:, :1])
         if self.lookup is not None:
-            self.lookup.draft_(self.entry.draft, self.entry.pending, self.cache.lengths)
+            self._look_up(torch.zeros_like(self.remaining))
         self.number.fill_(1)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
@@ -134,8 +137,7 @@ class JacobiSteps(DraftSteps):
         """Verifies and commits the draft. Returns the verdict, and how many tokens of each draft were left."""
         entry = self.entry
         counts = entry.pending if ragged else None
-        positions = self.cache.lengths[:, None] + self.after[:width]
-        logits, predictions = self._predictions(entry.draft[:, :width], counts, positions)
+        predictions, no_choice = self.predicted(entry.draft[:, :width], counts, self.banned)
         entry.predictions[:, :width] = predictions.clamp(min=0)
         # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it part
         # of it.
@@ -155,8 +157,23 @@ class JacobiSteps(DraftSteps):
             # generation.
             self.number += verdict.accepted.sign()
         remainder = entry.pending - verdict.accepted
-        self.judge(verdict, logits, predictions)
+        self.judge(verdict, no_choice)
         return verdict, remainder
+
+    def _next_length(self, accepted: torch.Tensor) -> None:
+        if self.lookup is None:  # else it is known when drafts have been looked up
+            super()._next_length(accepted)
+
+    def _look_up(self, accepted: torch.Tensor) -> None:
+        """Looks the next drafts up, and keeps as much of what was found as pays. Of the last ones so many tokens were
+        `accepted`."""
+        assert self.lookup is not None
+        found = self.remaining.clamp(max=self.slots)
+        self.lookup.draft_(self.entry.draft, found, self.cache.lengths)
+        if self.lengths is None:
+            self.entry.pending.copy_(found)
+        else:
+            self.lengths.choose_(self.entry.pending, accepted, found)
 
     def draft(self, verdict: DraftVerdict, remainder: torch.Tensor, guessed: bool) -> None:
         """A partly accepted block continues with the `remainder` of its draft; anything else starts from a full one.
@@ -166,16 +183,9 @@ class JacobiSteps(DraftSteps):
         if self.lookup is not None:
             if guessed:
                 self.lookup.keep(verdict.new_draft, remainder > 0)
-            self.lookup.draft_(entry.draft, entry.pending, self.cache.lengths)
+            self._look_up(verdict.accepted)
         elif not self.windowed:
             entry.pending.copy_(torch.minimum(remainder.masked_fill_(remainder == 0, self.slots), self.remaining))
-
-    def _predictions(
-        self, tokens: torch.Tensor, counts: torch.Tensor | None, positions: torch.Tensor, **rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the tokens drawn from them at `positions`."""
-        logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
-        return logits, self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
 
 
 decode = decoder(JacobiSteps)

@@ -29,7 +29,7 @@ from pdkernels.generation.noise import (
     drafted,
     suppress_,
 )
-from pdkernels.generation.session import Session
+from pdkernels.generation.session import Session, has_no_choice
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
 from pdkernels.ops import DraftVerdict, verify_draft
@@ -170,7 +170,7 @@ class QuadraticSteps(DraftSteps):
         predictions = self.sampler.sample(logits, positions, self.seeds, OWN, unmixed)
         verdict = verify_draft(entry.draft[:, :width], predictions, draft_lengths=entry.pending, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
-        self.judge(verdict, logits, predictions)
+        self.judge(verdict, has_no_choice(logits, predictions))
         entry.predictions[:, :width] = predictions
         return verdict, hidden
 

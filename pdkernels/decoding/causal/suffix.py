@@ -28,6 +28,7 @@ class SuffixSteps(DraftSteps):
     """The host matches the texts that it has recorded, and sends the next drafts to the device."""
 
     needs_host = "its automaton"
+    packs = True
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class SuffixSteps(DraftSteps):
         self.sampler = session.sampler
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
-        costs = step_costs(session.model, slots) if chosen else ()
+        costs = step_costs(session.model, slots, session.batch) if chosen else None
         self.allocate(session, slots, page_size, costs=costs, draft=1, predictions=slots)
         self.latents = latents(self.model, self.seeds)
         self.readers = [Reader(pool) for _ in session.prompts]
@@ -71,15 +72,13 @@ class SuffixSteps(DraftSteps):
         counts, draft = torch.minimum(sent[:, 0], entry.pending), sent[:, 1:]
         entry.pending.copy_(counts)
         shared = len({len(draft) for draft in self.drafts}) == 1
-        logits = self.model(draft, cache=self.cache, counts=None if shared else counts, **self.latents)
-        positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
-        predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
+        predictions, no_choice = self.predicted(draft, None if shared else counts, self.banned)
         valid = predictions.clamp(min=0)
         verdict = verify_draft(draft, valid, draft_lengths=counts, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
         entry.predictions[:, :width] = valid
         entry.draft[:, 0] = verdict.next_token.clamp(min=0)
-        self.judge(verdict, logits, predictions)
+        self.judge(verdict, no_choice)
 
     def opened(self, session: Session, rows: Rows) -> int:
         taken_part = super().opened(session, rows)

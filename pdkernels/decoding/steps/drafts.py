@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from pdkernels.decoding.costs import StepCosts
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Entry, Rows
 from pdkernels.decoding.steps.lengths import Lengths
-from pdkernels.generation.session import Session, accepted_without_choice, has_no_choice, is_end
+from pdkernels.generation.batch_sampler import BatchSampler
+from pdkernels.generation.noise import OWN
+from pdkernels.generation.session import Session, has_no_choice, is_end
 from pdkernels.ops.verify_draft import DraftVerdict
 
 
@@ -23,6 +27,11 @@ class DraftSteps(Steps):
 
     lengths: Lengths | None = None
     """What chooses the lengths of drafts, if that is asked for."""
+    packs: bool = False
+    """Whether drafts of different lengths share a forward without padding: where the method and the model can, and the
+    host knows the lengths without waiting for a device."""
+    latents: Mapping[str, Any] = {}
+    """Arguments of a forward that only some models have."""
 
     def allocate(
         self,
@@ -30,15 +39,14 @@ class DraftSteps(Steps):
         slots: int,
         page_size: int | None,
         *,
-        costs: Sequence[float] = (),
-        wake: float = 0.0,
+        costs: StepCosts | None = None,
         rows: int = 0,
         **columns: int | None,
     ) -> None:
         """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and
         `predictions`.
 
-        `costs` and `wake`: those of `Lengths`, if the length of drafts is to be chosen by what pays. `rows`: of a
+        `costs`: of steps, if the length of drafts is to be chosen by what pays. `rows`: of a
         forward, if a draft has branches and so more rows than tokens that can be accepted.
         """
         self.model, self.limit, self.slots = session.model, session.max_new_tokens, slots
@@ -48,7 +56,12 @@ class DraftSteps(Steps):
         device = self.cache.device
         self.seeds, self.ends = session.seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(slots, device=device)
-        self.lengths = Lengths(costs, session.batch, device, wake) if costs and slots > 1 else None
+        packs = self.packs and session.batch > 1 and device.type == "cpu" and getattr(self.model, "packs_rows", False)
+        self.packs = packs
+        self.lengths = None
+        if costs is not None and slots > 1:
+            padded = session.batch > 1 and not packs
+            self.lengths = Lengths(costs, slots, session.batch, device, padded=padded)
         self.remaining = torch.zeros_like(self.cache.lengths)
         """``(batch,)``: remaining tokens; 0 once a sequence is done."""
         self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
@@ -75,17 +88,41 @@ class DraftSteps(Steps):
         self.entry.pending.zero_()
         self._next_length(torch.zeros_like(self.remaining))
 
-    def judge(self, verdict: DraftVerdict, logits: torch.Tensor, predictions: torch.Tensor) -> None:
-        """After a verification: the tokens `predictions` ``(batch, R)`` were drawn from the verifier's `logits`
-        ``(batch, R, V)``.
+    def predicted(
+        self, draft: torch.Tensor, counts: torch.Tensor | None, banned: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model draws after each token of `draft` ``(batch, R)``, and where its logits give no choice, both
+        ``(batch, R)``. After the first `counts` ``(batch,)`` tokens of a draft, what it says is meaningless."""
+        positions = self.cache.lengths[:, None] + 1 + self.slot[: draft.shape[1]]
+        if counts is None or not self.packs:
+            logits = self.model(draft, cache=self.cache, counts=counts, **self.latents)
+            drawn = self.sampler.sample(logits, positions, self.seeds, OWN, banned)
+            return drawn, has_no_choice(logits, drawn)
+        taken = self.slot[: draft.shape[1]] < counts[:, None]
+        begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        logits = self.model(draft[taken][None], cache=self.cache, cu_seqlens=begins, **self.latents)[0, :, None]
+        sequence = taken.nonzero()[:, 0]
+        sampler = self.sampler.of(sequence.tolist()) if isinstance(self.sampler, BatchSampler) else self.sampler
+        drawn = sampler.sample(logits, positions[taken][:, None], self.seeds[sequence], OWN, banned)
+        no_choice = torch.zeros_like(taken).masked_scatter_(taken, has_no_choice(logits, drawn))
+        return torch.zeros_like(draft).masked_scatter_(taken, drawn), no_choice
+
+    def judge(self, verdict: DraftVerdict, no_choice: torch.Tensor) -> None:
+        """After a verification. `no_choice` ``(batch, R)``: the rows that had no distribution to draw from.
 
         The next draft is as long as slots and remaining tokens allow. A finished sequence has nothing remaining, so its
         draft is empty.
         """
-        no_choice = accepted_without_choice(logits, predictions, verdict.accepted)
-        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | no_choice, 0)
+        failed = (no_choice & (self.slot[: no_choice.shape[1]] < verdict.accepted[:, None])).any(1)
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | failed, 0)
         self._next_length(verdict.accepted)
-        self.entry.accepted.copy_(verdict.accepted).masked_fill_(no_choice, -1)
+        self.entry.accepted.copy_(verdict.accepted).masked_fill_(failed, -1)
+
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        super().admit(row, other, length, capacity, other_row)
+        if self.lengths is not None and len(self.remaining) > 1:
+            # Its draft was chosen among others, or alone; without one nobody pays for it.
+            self.entry.pending[row].clamp_(max=1)
 
     def forced(self, session: Session, rows: Rows) -> Rows:
         if session.grammar is None or self.slots == 1:

@@ -41,7 +41,8 @@ class RunningBatch:
     """A batch of a method's steps, each row of which serves one request after another.
 
     A request is a `Session` of one prompt, with a limit, stop strings, a callback and a trace of its own. It gets the
-    tokens, the accepted counts and the trace that it has alone, whatever else is in the batch: its first token and
+    tokens, the accepted counts and the trace that it has alone, whatever else is in the batch (but for lengths of drafts
+    that are chosen by the load of the batch, ``block_size="auto"``: there the tokens alone): its first token and
     state come from steps of batch 1 (`Steps.admit`), and its random numbers from its seed and positions.
 
     Args:

@@ -170,6 +170,8 @@ class NewRows(NamedTuple):
     """In each layer, if they differ."""
     query_factor: float | None = None
     """Of queries, beside the one of attention."""
+    cu_seqlens: torch.Tensor | None = None
+    """Where the rows of each sequence begin, if those of all are the rows of one entry."""
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
@@ -184,7 +186,19 @@ class NewRows(NamedTuple):
             q = q * self.rotation.query_scale.to(q.dtype)
         if self.cache is None:
             return attend(q, k, v, visibility)
+        if self.cu_seqlens is not None:
+            return self._attend_packed(q[0], k[0], v[0], self.cu_seqlens, layer)
         return attend_cached(q, k, v, visibility, self.cache, layer, self.counts, starts)
+
+    def _attend_packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        cache, plan = self.cache, self.visibility.mask
+        assert cache is not None and isinstance(plan, TilePlan)
+        k, v = stored(cache.dtype, k, v)
+        prefix = cache.k[layer], cache.v[layer], cache.lengths
+        options = {"cu_seqlens": cu_seqlens, "block_table": cache.block_table}
+        return speculative_attention_append_(q, k, v, *prefix, plan, **options)[None]
 
 
 def rotated(qk: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -174,6 +174,7 @@ class Transformer(nn.Module):
         mask: torch.Tensor | TilePlan | None = None,
         rows: torch.Tensor | Sequence[int] | slice | None = None,
         adapted: bool | torch.Tensor = False,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64.
 
@@ -198,11 +199,17 @@ class Transformer(nn.Module):
         `adapted`: which rows use the adapter (`attach_adapter_`) in their attention's output projection: all (True),
         none, or those of a bool `(T,)` or `(batch, T)`.
 
+        `cu_seqlens` ``(batch + 1,)`` int32 or int64, on a cache whose model `packs_rows`: sequences have different
+        numbers of new tokens, and `tokens` ``(1, rows)`` are those of all of them, one sequence after the other, from
+        row ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They are causal, all are stored, and every row has the bits that
+        it has in a padded batch. The host reads `cu_seqlens`. It excludes `counts`, `positions`, `mask` and `adapted`.
+
         Raises ValueError for shapes and values, TypeError for dtypes. On CUDA nothing waits for the device, unless
         `rows` are ints, which must be copied there. Compiled code does not look at values: there `positions` must lie
         below `max_positions` or T, and `rows` below T.
         """
-        x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
+        packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted, **packed)
         if rows is not None:
             x = select_rows("Transformer", x, rows)
         if cache is None:
@@ -231,12 +238,42 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | TilePlan | None = None,
         adapted: bool | torch.Tensor = False,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The input of `logits` for all rows, `(batch, T, hidden_size)`, for callers that choose the rows later.
 
         The arguments are those of a forward.
         """
+        if cu_seqlens is not None:
+            alone = counts is None and positions is None and mask is None and adapted is False
+            check(alone, "Transformer", "cu_seqlens", "come without counts, positions, mask and adapted", "with them")
+            return self._packed(tokens, cache, cu_seqlens)
         return self._forward(tokens, cache, counts, positions, mask, adapted, {})
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether a forward on a cache takes `cu_seqlens`."""
+        dtype = self.cache_dtype or self.dtype
+        return dtype in (*KERNEL_DTYPES, torch.int8) and takes_head_dim(self.config.head_dim) and not self.config.windows
+
+    def _packed(self, tokens: torch.Tensor, cache: Cache | None, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """`hidden` of packed rows."""
+        op = "Transformer"
+        check_tokens(op, tokens, self.device)
+        if cache is None or not self.packs_rows:
+            fail(op, "cu_seqlens", "come with a cache, for a model that packs_rows", "without")
+        check_index(op, "cu_seqlens", cu_seqlens, (cache.batch + 1,), cache.lengths.device)
+        begins = cu_seqlens.tolist()
+        counts = [after - before for before, after in pairwise(begins)]
+        fits = begins[0] == 0 and min(counts) >= 0 and tokens.shape == (1, begins[-1])
+        check(fits, op, "cu_seqlens", f"ascend from 0 to the rows of tokens {tuple(tokens.shape)}", begins)
+        with torch.no_grad():
+            sequence = torch.repeat_interleave(cu_seqlens.diff(), output_size=begins[-1])
+            row = torch.arange(begins[-1], device=tokens.device) - cu_seqlens[sequence]
+            plan = cached_visibility(cache, None, None, max(counts), None)
+            rotation = self._rotation(self._rope(cache.capacity + max(counts)), (cache.lengths[sequence] + row)[None])
+            rows = self._new_rows(rotation, plan, cache)._replace(cu_seqlens=cu_seqlens)
+            return self._run(tokens, rows, None)
 
     def tapped(
         self,

@@ -111,7 +111,9 @@ class LayersArguments(NamedTuple):
     v_cache: Tensor
     lengths: Tensor
     counts: Tensor | None
+    cu_seqlens: Tensor | None
     block_table: Tensor | None
+    longest: int
     heads: int
     cos: Tensor
     sin: Tensor
@@ -164,7 +166,9 @@ def run_layers(
         v_cache=cache.v if span is None else cache.v[span],
         lengths=cache.lengths,
         counts=rows.counts,
+        cu_seqlens=rows.cu_seqlens,
         block_table=cache.block_table,
+        longest=plan.q_len,
         heads=config.heads,
         cos=rotation.cos,
         sin=rotation.sin,
