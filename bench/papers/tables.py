@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from bench.papers import (
     fixed_acceptance,
     grid_search,
+    modes,
     nemotron_ablations,
     planned_baselines,
     recurrent_ablations,
@@ -68,6 +69,15 @@ FIGURES = (
         "doubling of the block; a threshold fills about 3.",
         runs.limits,
         24,
+    ),
+    Figure(
+        "nemotron",
+        "modes",
+        "Figures 1c and 9a",
+        "One set of weights: self-speculation gives the most tokens a second at low concurrency; autoregressive decoding suits "
+        "compute-bound high concurrency.",
+        modes.modes,
+        32,
     ),
     Figure(
         "recurrent",

@@ -90,7 +90,7 @@ class Mtp(DraftModel, total=False):
     pass
 
 class LinearSelfSpeculation(Autoregressive, total=False):
-    block_size: int
+    block_size: int | Literal["auto"]
     threshold: float
     verification: Literal["compare", "rejection"]
     mask_token: int | None

@@ -256,7 +256,7 @@ def test_draws_are_those_of_the_reference(temperature: float) -> None:
 
 ERRORS: dict[str, Any] = {
     "block_size must be at least 1, got 0.": {"block_size": 0},
-    "TypeError: block_size must be an int, got float.": {"block_size": 2.0},
+    "TypeError: block_size must be an int or 'auto', got float.": {"block_size": 2.0},
     "temperature must be finite and at least 0, got -1.0.": {"temperature": -1.0},
     "TypeError: temperature must be a number, got str.": {"temperature": "hot"},
     "TypeError: seed must be an int or a list of ints, got float.": {"seed": 1.5},

@@ -7,13 +7,16 @@ same forwards, sample the same tokens and accept the same prefix of every draft.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
 
 from pdkernels._philox import uniforms
-from pdkernels._validation import check
+from pdkernels._validation import check, refuse
 from pdkernels.backends import backend_of
+from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
+from pdkernels.decoding.row_times import kept_row_times
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
 from pdkernels.generation.noise import (
     OWN,
@@ -21,15 +24,14 @@ from pdkernels.generation.noise import (
     checked_mask_token,
     checked_name,
     checked_number,
-    checked_size,
     distribution,
     drafted,
     sample,
 )
 from pdkernels.generation.sampler import Sampler
-from pdkernels.generation.session import Session, is_end
+from pdkernels.generation.session import Session, has_no_choice, is_end
 from pdkernels.generation.traces import LinearStep
-from pdkernels.masks import full
+from pdkernels.masks import TilePlan, full
 from pdkernels.ops import unmask_, verify_draft
 
 _OP = "decoding.linear_self_speculation"
@@ -37,6 +39,9 @@ _OP = "decoding.linear_self_speculation"
 Verification = Literal["compare", "rejection"]
 
 _FEWEST = 3  # a draft takes a forward and saves at most one of two
+_LONGEST = 32  # of blocks whose length is chosen
+# A model that was trained for it guesses well: one block of this many tokens may be lost before that is known.
+_HOPE, _TRIED = 0.97, 16
 
 
 class LinearSteps(DraftSteps):
@@ -47,7 +52,9 @@ class LinearSteps(DraftSteps):
     drafted like the others, because there the drafts decide which tokens are sampled.
 
     Args:
-        block_size: tokens per block: a known token and the masks drafted after it. 1 is autoregressive decoding.
+        block_size: tokens per block: a known token and the masks drafted after it. 1 is autoregressive decoding. "auto"
+            chooses in every step, by the measured times of forwards over the whole batch and by what was accepted so
+            far: long blocks for few sequences, and token by token where so many run that drafts do not pay.
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and
             always the best one, until none is masked that is to be verified: neither a slot past the last requested
             token nor one after a drafted end token. Only the confidences tell whether another pass is needed, so the
@@ -67,14 +74,14 @@ class LinearSteps(DraftSteps):
         self,
         session: Session,
         *,
-        block_size: int = 32,
+        block_size: BlockSize = 32,
         threshold: float = 0.0,
         verification: Verification = "compare",
         mask_token: int | None = None,
         allow_mask_token: bool = False,
         page_size: int | None = None,
     ) -> None:
-        checked_size(_OP, "block_size", block_size)
+        size, chosen = checked_block_size(_OP, block_size, _LONGEST)
         self.sampler = session.sampler
         checked_number(_OP, "threshold", threshold)
         checked_name(_OP, "verification", verification, get_args(Verification))
@@ -86,27 +93,33 @@ class LinearSteps(DraftSteps):
             threshold,
             "Slots filled in later passes depend on others; use verification='compare'.",
         )
-        self.block_size, self.session = session.block(block_size), session
-        block_size = self.block_size
+        fixed = verification == "compare" and threshold == 0
+        fault = "block_size='auto' chooses by the time of one draft pass and a verification, and must not change tokens"
+        refuse(chosen and not fixed, _OP, fault, "Use threshold=0 and verification='compare', or give a number.")
+        self.session = session
+        self.block_size = size = session.block(size)
+        if chosen:
+            self.block_size = size = max(1, min(size, session.max_new_tokens - 1))
         self.threshold = threshold
         self.mask_token = checked_mask_token(_OP, session.model, mask_token)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token, self.mask_token)
         # At temperature 0 both verifications are the same.
-        self.rejection = verification == "rejection" and self.sampler.temperature > 0 and block_size > 1
-        self.max_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills at least one slot
+        self.rejection = verification == "rejection" and self.sampler.temperature > 0 and size > 1
+        self.max_passes = min(1, size - 1) if threshold == 0 else size - 1  # each fills at least one slot
         self.forms = ("step", "verify") if self.max_passes > 1 else ("step",)
         # From so many remaining tokens on, a draft may save a forward.
         self.fewest = 1 if self.rejection else _FEWEST
 
-        columns: dict[str, Any] = {
-            "form": None,
-            "known": None,
-            "forwards": None,
-            "block": block_size,
-            "predictions": block_size,
-        }
-        self.allocate(session, block_size, page_size, **columns)
-        self.bidirectional = full(block_size).plan(64, 64, self.cache.device)
+        columns: dict[str, Any] = {"form": None, "known": None, "forwards": None, "block": size, "predictions": size}
+        costs = step_costs(session.model, size, session.batch) if chosen else None
+        if costs is not None:
+            passes = kept_row_times(DraftPass(getattr(session.model, "model_itself", session.model), self.mask_token))
+            others = passes.sequence * (session.batch - 1)
+            drafting = [step + passes.between(rows) + others for rows, step in enumerate(costs.plain, 1)]
+            costs = costs._replace(drafting=drafting, hope=_HOPE)
+            costs = costs._replace(credit=costs.of_block(session.batch, min(size, _TRIED)))
+        self.allocate(session, size, page_size, costs=costs, **columns)
+        self.bidirectional = _bidirectional(size, self.cache.device)  # kept here for a graph
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a draft pass stores
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
         self.begun = torch.zeros_like(self.cache.lengths)  # `forward` before the block
@@ -142,9 +155,11 @@ class LinearSteps(DraftSteps):
         self.entry.form.copy_((self.drafting == 0).all().expand_as(self.drafting))
 
     def _next_length(self, accepted: torch.Tensor) -> None:
-        drafts = (self.remaining >= self.fewest) & (self.block_size > 1)
+        super()._next_length(accepted)
+        pending = self.entry.pending
+        drafts = (self.remaining >= self.fewest) & (pending > 1)
         self.drafting.copy_(drafts)
-        self.entry.pending.copy_(torch.minimum(self.remaining, torch.where(drafts, self.slots, 1)))
+        pending.copy_(torch.where(drafts, pending, pending.clamp(max=1)))
 
     def start(self, session: Session) -> None:
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -161,11 +176,35 @@ class LinearSteps(DraftSteps):
         self._look()
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        logits = None if width == 1 and not self.rejection else self.draft()
+        if self.lengths is not None and width == 1:
+            self._decode_alone()
+            return
+        width = width or self.block_size
+        drafted_width = self.block_size if self.lengths is None else width
+        logits = None if width == 1 and not self.rejection else self.draft(drafted_width)
         if len(self.forms) > 1:
             self._look()
         else:
-            self._verify(logits, width or self.block_size, ragged)
+            self._verify(logits, width, ragged)
+
+    def _decode_alone(self) -> None:
+        """A step in which nothing is drafted: that of `autoregressive`."""
+        entry, taking = self.entry, self.entry.pending.clone()
+        token = entry.known[:, None].clamp(min=0)
+        # A finished sequence goes through the model too, but its row is never committed.
+        logits = self.model(token, cache=self.cache)
+        following = self.sampler.sample(logits, self.cache.lengths[:, None] + 1, self.seeds, OWN, self.banned)
+        self.cache.commit_(taking)
+        failed = has_no_choice(logits, following)[:, 0] & (taking > 0)
+        over = failed if self.ends is None else failed | is_end(following[:, 0], self.ends)
+        self.remaining.sub_(taking).masked_fill_(over, 0)
+        entry.block[:, :1], entry.predictions[:, :1] = token, following
+        entry.known.copy_(following[:, 0])
+        self.forward += 1
+        entry.forwards.fill_(1)
+        self.begun.copy_(self.forward)
+        self._next_length(taking)
+        entry.accepted.copy_(taking).masked_fill_(failed, -1)
 
     def verify(self, width: int | None = None, ragged: bool = True) -> None:
         """Verifies the block that passes have filled."""
@@ -192,7 +231,7 @@ class LinearSteps(DraftSteps):
             )
         verdict = verify_draft(draft, predictions, draft_lengths=entry.pending, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
-        self.judge(verdict, logits, verified)
+        self.judge(verdict, has_no_choice(logits, verified))
         entry.known.copy_(verdict.next_token)
         entry.forwards.copy_(self.forward - self.begun)
         self.begun.copy_(self.forward)
@@ -209,18 +248,21 @@ class LinearSteps(DraftSteps):
     def forced(self, session: Session, rows: Rows) -> Rows:
         return rows  # a step writes them itself, after its draft passes
 
-    def draft(self) -> torch.Tensor | None:
-        """A pass over the block after its known token; returns its filtered logits if their distribution is needed."""
+    def draft(self, width: int) -> torch.Tensor | None:
+        """A pass over the first `width` tokens of the block, after its known one; returns its filtered logits if their
+        distribution is needed."""
         self._open()
-        if self.max_passes == 0:
+        if self.max_passes == 0 or width == 1:
             return None
-        block, masks = self.entry.block, self.entry.block[:, 1:]
+        block = self.entry.block[:, :width]
+        masks = block[:, 1:]
         self.forward += self.drafting
         # The pass only reads the cache: its only result is the draft.
+        mask = self.bidirectional if width == self.block_size else _bidirectional(width, self.cache.device)
         hidden = self.model.hidden(
-            block, cache=self.cache, counts=self.nothing, mask=self.bidirectional, adapted=self.model.has_adapter
+            block, cache=self.cache, counts=self.nothing, mask=mask, adapted=self.model.has_adapter
         )[:, 1:]
-        positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
+        positions, numbers = self.cache.lengths[:, None] + self.slot[1:width], self.forward[:, None]
         if self.rejection:  # which needs the probabilities of all tokens
             logits = self.sampler.filtered(self.model.logits(hidden), (self.mask_token,))
             guesses = sample(logits, positions, self.sampler.temperature, self.seeds, numbers)
@@ -293,4 +335,28 @@ class LinearSteps(DraftSteps):
         return sum(taken_part)
 
 
+class DraftPass:
+    """A draft pass as a model whose forwards can be timed: rows of masks that see each other, and a token of each."""
+
+    def __init__(self, model: Any, mask_token: int) -> None:
+        self.model, self.mask_token = model, mask_token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, tokens: torch.Tensor, *, cache: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+        if rows is not None:  # the prefix
+            logits: torch.Tensor = self.model(tokens, cache=cache, rows=rows)
+            return logits
+        plan, nothing = _bidirectional(tokens.shape[1], cache.lengths.device), torch.zeros_like(cache.lengths)
+        adapted = self.model.has_adapter
+        hidden = self.model.hidden(tokens, cache=cache, counts=nothing, mask=plan, adapted=adapted)
+        return Sampler().draw(self.model, hidden, tokens, nothing, 0, (self.mask_token,))
+
+
 decode = decoder(LinearSteps)
+
+
+@lru_cache(maxsize=64)
+def _bidirectional(rows: int, device: torch.device) -> TilePlan:
+    return full(rows).plan(64, 64, device)
