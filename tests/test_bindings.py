@@ -121,7 +121,7 @@ def test_a_binding_takes_the_fields_of_the_schema(op: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("lengths, counts, block_table, heads", "lengths, block_table, counts, heads"),
+        ("counts, cu_seqlens, block_table, longest", "counts, block_table, cu_seqlens, longest"),
         ("bool normalized, by_sigmoid;", "bool by_sigmoid, normalized, unused;"),
         ("double scale, eps;", "int64_t scale, eps;"),
         ("Written k_cache, v_cache;  // all layers", "Tensor k_cache, v_cache;"),
