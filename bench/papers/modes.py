@@ -39,18 +39,18 @@ def modes(problems: int, progress: Progress) -> dict[str, Any]:
         prompts = [model.tokenizer.encode(prompt) for prompt in make_task("sums", problems).prompts]
         lossless = [name for name in MODES if "diffusion" not in name]
         rows = []
-        found: dict[str, dict[str, float]] = {name: {} for name in MODES}
+        measured: dict[str, dict[str, float]] = {name: {} for name in MODES}
         for number, size in enumerate(CLIENTS):
             progress(f"{size} clients", number / len(CLIENTS))
             for name, cells in speeds(model, MODES, prompts, [size], ROUNDS, TOKENS, lossless).items():
-                found[name] |= cells
+                measured[name] |= cells
     finally:
         torch.set_num_threads(threads)
-    for name, cells in found.items():
+    for name, cells in measured.items():
         rows.append({"": name} | {f"{size} clients": round(cells[str(size)]) for size in CLIENTS})
-    best = {size: max(found[name][str(size)] for name in lossless if name != "auto") for size in CLIENTS}
-    over = {f"{size} clients": f"{found['auto'][str(size)] / best[size]:.2f}x" for size in CLIENTS}
-    rows.append({"": "auto over the best other lossless mode"} | over)
+    best = {size: max(measured[name][str(size)] for name in lossless if name != "auto") for size in CLIENTS}
+    ratios = {f"{size} clients": f"{measured['auto'][str(size)] / best[size]:.2f}x" for size in CLIENTS}
+    rows.append({"": "auto over the best other lossless mode"} | ratios)
     facts = {"tokens of an answer": TOKENS, "rounds": ROUNDS, "machine": processor()}
     seconds = {"processor seconds": round(time.process_time() - started)}
     return {"model": "tiny-trimode", "task": "sums", "problems": problems, **facts, **seconds, "rows": rows}

@@ -168,12 +168,12 @@ class JacobiSteps(DraftSteps):
         """Looks the next drafts up, and keeps as much of what was found as pays. Of the last ones so many tokens were
         `accepted`."""
         assert self.lookup is not None
-        found = self.remaining.clamp(max=self.slots)
-        self.lookup.draft_(self.entry.draft, found, self.cache.lengths)
+        lengths = self.remaining.clamp(max=self.slots)
+        self.lookup.draft_(self.entry.draft, lengths, self.cache.lengths)
         if self.lengths is None:
-            self.entry.pending.copy_(found)
+            self.entry.pending.copy_(lengths)
         else:
-            self.lengths.choose_(self.entry.pending, accepted, found)
+            self.lengths.choose_(self.entry.pending, accepted, lengths)
 
     def draft(self, verdict: DraftVerdict, remainder: torch.Tensor, guessed: bool) -> None:
         """A partly accepted block continues with the `remainder` of its draft; anything else starts from a full one.

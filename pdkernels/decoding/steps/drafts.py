@@ -98,14 +98,14 @@ class DraftSteps(Steps):
             logits = self.model(draft, cache=self.cache, counts=counts, **self.latents)
             drawn = self.sampler.sample(logits, positions, self.seeds, OWN, banned)
             return drawn, has_no_choice(logits, drawn)
-        taken = self.slot[: draft.shape[1]] < counts[:, None]
+        valid = self.slot[: draft.shape[1]] < counts[:, None]
         begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        logits = self.model(draft[taken][None], cache=self.cache, cu_seqlens=begins, **self.latents)[0, :, None]
-        sequence = taken.nonzero()[:, 0]
+        logits = self.model(draft[valid][None], cache=self.cache, cu_seqlens=begins, **self.latents)[0, :, None]
+        sequence = valid.nonzero()[:, 0]
         sampler = self.sampler.of(sequence.tolist()) if isinstance(self.sampler, BatchSampler) else self.sampler
-        drawn = sampler.sample(logits, positions[taken][:, None], self.seeds[sequence], OWN, banned)
-        no_choice = torch.zeros_like(taken).masked_scatter_(taken, has_no_choice(logits, drawn))
-        return torch.zeros_like(draft).masked_scatter_(taken, drawn), no_choice
+        drawn = sampler.sample(logits, positions[valid][:, None], self.seeds[sequence], OWN, banned)
+        no_choice = torch.zeros_like(valid).masked_scatter_(valid, has_no_choice(logits, drawn))
+        return torch.zeros_like(draft).masked_scatter_(valid, drawn), no_choice
 
     def judge(self, verdict: DraftVerdict, no_choice: torch.Tensor) -> None:
         """After a verification. `no_choice` ``(batch, R)``: the rows that had no distribution to draw from.
