@@ -23,12 +23,17 @@ class Setup:
         self.acceptance_counts = torch.zeros(batch, 2, slots, dtype=torch.float64, device=device)
         self.budget = torch.zeros(batch, dtype=torch.float64, device=device)
         self.ready = torch.ones(batch, dtype=torch.bool, device=device)
-        self.costs = torch.linspace(1, 3, slots, dtype=torch.float64).to(device)
+        plain = torch.linspace(1, 3, batch * slots, dtype=torch.float64).to(device)
+        self.costs = torch.stack([plain, plain])
         self.place = torch.arange(slots, device=device)
-        self.prior = torch.full_like(self.costs, PRIOR)
+        self.prior = torch.full((slots,), PRIOR, dtype=torch.float64, device=device)
         self.prior[0] = 1
-        self.over = self.costs - self.costs[0] * (1 + MAX_SLOWDOWN)
-        self.over[0] = -torch.inf
+        step, before = float(plain[batch - 1]), float(plain[batch - 2]) if batch > 1 else 0.0
+        self.token = (step / batch + (min(step / batch, step - before) if batch > 1 else step)) / 2
+        self.extra = (plain[batch:] - step) / self.token  # of 1, 2, .. guesses of the batch, in tokens
+        self.sequence = torch.arange(batch, device=device).repeat(slots - 1)  # of guesses, place by place
+        self.number = torch.arange(len(self.sequence), device=device)
+        self.batch = torch.full((1,), float(batch), dtype=torch.float64, device=device)
         self.reset()
 
     def reset(self) -> None:
@@ -47,11 +52,18 @@ def torch_ops(s: Setup) -> None:
     s.acceptance_counts *= DECAY
     s.acceptance_counts[:, 0] += reached & (s.place < right)
     s.acceptance_counts[:, 1] += reached
-    spent = s.costs[(s.lengths - 1).clamp(min=0)]
-    s.budget += (s.accepted * s.costs[0] * (1 + MAX_SLOWDOWN) - spent) * (s.lengths > 0)
+    batch = len(s.lengths)
+    guesses = (s.lengths - 1).sum()
+    spent = torch.where(guesses > 0, s.extra[(guesses - 1).clamp(min=0)], 0.0)
+    s.budget.copy_(((s.budget + s.accepted * (1 + MAX_SLOWDOWN) - 1).sum() - spent) / batch)
     chance = ((s.acceptance_counts[:, 0] + s.prior) / (s.acceptance_counts[:, 1] + 1)).cumprod(1)
-    worth = torch.where(s.over <= s.budget[:, None], chance.cumsum(1) / s.costs, -torch.inf)
-    s.lengths.copy_(torch.minimum(worth.argmax(1) + 1, s.remaining))
+    likely, order = chance[:, 1:].t().flatten().sort(descending=True, stable=True)
+    tokens = torch.cat([s.batch, likely]).cumsum(0)[1:]
+    affordable = s.extra <= batch * (s.budget[0] + MAX_SLOWDOWN)
+    worth = torch.where(affordable, tokens / (batch + s.extra), -torch.inf)
+    total = torch.where(worth.max() > 1, worth.argmax() + 1, 0)
+    taken = (s.number < total).long()
+    s.lengths.fill_(1).scatter_add_(0, s.sequence[order], taken)
 
 
 CANDIDATES: dict[str, Callable[[Setup], None]] = {"pdkernels": ours, "torch ops": torch_ops}

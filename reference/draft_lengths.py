@@ -44,10 +44,10 @@ def draft_lengths_(
         return step + sequence_cost * (sequences - 1)
 
     def token(sequences: int) -> float:
-        """What a token more saves: between its share of a step, if all advance alike, and what the step takes less
-        without its sequence, if the others go on."""
+        """What a token more saves: its share of a step where all advance alike, by drafts of one length; else between
+        that and what the step takes less without its sequence, if the others go on."""
         share = seconds(sequences, 0) / sequences
-        alone = share if sequences == 1 else seconds(sequences, 0) - seconds(sequences - 1, 0)
+        alone = share if sequences == 1 or padded else seconds(sequences, 0) - seconds(sequences - 1, 0)
         return (share + min(share, max(0.0, alone))) / 2
 
     def extra(sequences: int, guesses: int) -> float:

@@ -131,12 +131,14 @@ def run_lengths(rng: random.Random, device: torch.device, bad: bool) -> None:
         spoil(rng, [lengths, accepted])
     numbers = torch.float64
     seen, balance = torch.rand(batch, 2, slots, dtype=numbers).sort(1).values, torch.rand(batch, dtype=numbers)
-    costs = 1 + torch.rand(slots, dtype=numbers).cumsum(0)
+    plain = 1 + torch.rand(batch * slots, dtype=numbers).cumsum(0)
+    costs = torch.stack([plain, plain + rng.random()])
+    options = {"warmup_cost": 0.3, "sequence_cost": rng.choice([0.0, 0.1]), "padded": rng.random() < 0.5}
     here = [lengths, accepted, torch.randint(0, 20, (batch,)), seen, balance, torch.rand(batch) < 0.5, costs]
     there = [t.clone().to(device) for t in here]
-    attempt(bad, lambda: pd.draft_lengths_(*there, warmup_cost=0.3))
+    attempt(bad, lambda: pd.draft_lengths_(*there, **options))
     if not bad:
-        reference.draft_lengths.draft_lengths_(*here, warmup_cost=0.3)
+        reference.draft_lengths.draft_lengths_(*here, **options)
         assert torch.equal(there[0].cpu(), here[0]), "not what the reference does"
 
 

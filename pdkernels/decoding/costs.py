@@ -42,7 +42,7 @@ class StepCosts(NamedTuple):
         """
         return cls(seconds, seconds, sequence, guess)
 
-    def of_block(self, batch: int, block: int) -> float:
+    def of_block(self, batch: int, block: int, *, padded: bool = False) -> float:
         """What it costs each of `batch` sequences if all draft blocks of that size, in tokens as `draft_lengths_` counts
         them.
 
@@ -50,8 +50,9 @@ class StepCosts(NamedTuple):
         0.5
         """
         step = self.plain[batch - 1] + self.sequence * (batch - 1)
-        alone = step if batch == 1 else self.plain[batch - 1] - self.plain[batch - 2] + self.sequence
-        token = (step / batch + min(step / batch, alone)) / 2
+        token = step / batch
+        if batch > 1 and not padded:
+            token = (token + min(token, self.plain[batch - 1] - self.plain[batch - 2] + self.sequence)) / 2
         return (self.drafting[batch * block - 1] - self.plain[batch - 1]) / token / batch
 
     def later(self, draft: float, wake: float = 0.0) -> StepCosts:

@@ -45,8 +45,9 @@ def draft_lengths_(
     so one length is chosen for all.
 
     What a token more saves lies between its share of a step, if all sequences advance alike, and what the step takes
-    less without its sequence, if the others go on; it is the middle of both here. Each sequence pays for its own
-    guesses, so that none slows the batch down for long: `budget` counts in such tokens, and a draft is affordable if it covers what its guesses may cost even if
+    less without its sequence, if the others go on. It is the middle of both here, and the whole share with `padded`.
+    Each sequence pays for its own guesses, so that none slows the batch down for long: `budget` counts in such tokens,
+    and a draft is affordable if it covers what its guesses may cost even if
     none of them is accepted. First the last draft is counted::
 
         acceptance_counts = decay * acceptance_counts + (accepted places, reached places)

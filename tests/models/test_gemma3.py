@@ -84,7 +84,9 @@ def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
     expected = model(torch.tensor([TOKENS])).logits
     torch.testing.assert_close(old(torch.tensor([TOKENS])), expected, rtol=1e-4, atol=1e-4)
     sizes = {name: fields[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")}
-    config = gemma3.from_gemma3_config({**sizes, "num_key_value_heads": 1, "num_hidden_layers": 6, "sliding_window_pattern": 3})
+    config = gemma3.from_gemma3_config(
+        {**sizes, "num_key_value_heads": 1, "num_hidden_layers": 6, "sliding_window_pattern": 3}
+    )
     assert [window is None for window in config.windows] == [False, False, True, False, False, True]
 
 

@@ -117,7 +117,7 @@ class LinearSteps(DraftSteps):
             others = passes.sequence * (session.batch - 1)
             drafting = [step + passes.between(rows) + others for rows, step in enumerate(costs.plain, 1)]
             costs = costs._replace(drafting=drafting, hope=_HOPE)
-            costs = costs._replace(credit=costs.of_block(session.batch, min(size, _TRIED)))
+            costs = costs._replace(credit=costs.of_block(session.batch, min(size, _TRIED), padded=True))
         self.allocate(session, size, page_size, costs=costs, **columns)
         self.bidirectional = _bidirectional(size, self.cache.device)  # kept here for a graph
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a draft pass stores

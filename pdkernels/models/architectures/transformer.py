@@ -254,7 +254,11 @@ class Transformer(nn.Module):
     def packs_rows(self) -> bool:
         """Whether a forward on a cache takes `cu_seqlens`."""
         dtype = self.cache_dtype or self.dtype
-        return dtype in (*KERNEL_DTYPES, torch.int8) and takes_head_dim(self.config.head_dim) and not any(self.config.windows)
+        return (
+            dtype in (*KERNEL_DTYPES, torch.int8)
+            and takes_head_dim(self.config.head_dim)
+            and not any(self.config.windows)
+        )
 
     def _packed(self, tokens: torch.Tensor, cache: Cache | None, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """`hidden` of packed rows."""
