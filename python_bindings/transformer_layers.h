@@ -29,7 +29,7 @@ struct LayersInputs {
   Tensor lengths;
   OptionalTensor counts, cu_seqlens, block_table;  // with cu_seqlens x is (1, rows, width), the rows of all sequences
   int64_t longest;                                 // most rows of a sequence, those of the plan
-  int64_t heads;  // of q
+  int64_t heads;                                   // of q
   Tensor cos, sin, positions;
   bool interleaved;
   PlanInputs plan;

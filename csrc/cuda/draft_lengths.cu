@@ -1,5 +1,5 @@
-// Lengths of drafts on CUDA: one block, whose threads count a sequence each. One thread chooses: it compares a few hundred
-// numbers.
+// Lengths of drafts on CUDA: one block, whose threads count a sequence each. One thread chooses: it compares a few
+// hundred numbers.
 #include "launch.h"
 #include "ops/draft_lengths.h"
 

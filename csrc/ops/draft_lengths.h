@@ -51,8 +51,8 @@ struct DraftLengthsArgs {
     const double step = costs.at(guesses > 0, sequences + guesses - 1);
     return step + of_guess * static_cast<double>(guesses) + of_sequence * static_cast<double>(sequences - 1);
   }
-  // What a token more saves: its share of a step where all advance alike, by drafts of one length; else between that and
-  // what the step takes less without its sequence, if the others go on.
+  // What a token more saves: its share of a step where all advance alike, by drafts of one length; else between that
+  // and what the step takes less without its sequence, if the others go on.
   PDK_HD double token(int64_t sequences) const {
     const double step = seconds(sequences, 0), share = step / static_cast<double>(sequences);
     if (padded) return share;

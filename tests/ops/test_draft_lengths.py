@@ -121,8 +121,9 @@ def worth(call: Call, drafts: tuple[int, ...]) -> float:
         tokens += expected * (left > 0)
     total = n * max(drafts) if call["padded"] else sum(drafts)
     plain = call["costs"][0].tolist()
-    alone = plain[n - 1] - plain[n - 2] if n > 1 else plain[0]
-    saved = (plain[n - 1] / n + min(plain[n - 1] / n, alone)) / 2
+    saved = plain[n - 1] / n
+    if n > 1 and not call["padded"]:
+        saved = (saved + min(saved, plain[n - 1] - plain[n - 2])) / 2
     return tokens / (n + (float(call["costs"][int(total > 0), n + total - 1]) - plain[n - 1]) / saved)
 
 

@@ -157,7 +157,7 @@ class LinearSteps(DraftSteps):
     def _next_length(self, accepted: torch.Tensor) -> None:
         super()._next_length(accepted)
         pending = self.entry.pending
-        drafts = (self.remaining >= self.fewest) & (pending > 1)
+        drafts = (self.remaining >= self.fewest) & (self.block_size > 1 if self.lengths is None else pending > 1)
         self.drafting.copy_(drafts)
         pending.copy_(torch.where(drafts, pending, pending.clamp(max=1)))
 

@@ -294,8 +294,8 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
         fields["experts"] = ExpertsConfig(
             **{**fields["experts"], "dense_layers": tuple(fields["experts"]["dense_layers"])}
         )
-    windows = fields.pop("windows", ())
-    fields["windows"] = tuple(None if window is None else Window(**window) for window in windows)
+    if "windows" in fields:
+        fields["windows"] = tuple(None if window is None else Window(**window) for window in fields["windows"])
     mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
     plan_tokens = PlanTokens(**json.loads(metadata["plan_tokens"])) if "plan_tokens" in metadata else None
     # Before there was a second architecture, none was stored.
