@@ -96,7 +96,7 @@ class LinearSelfSpeculation(Autoregressive, total=False):
     mask_token: int | None
 
 class QuadraticSelfSpeculation(Autoregressive, total=False):
-    block_size: int
+    block_size: int | Literal["auto"]
     masks_per_group: int | None
     label_shift: int
     in_group: Literal["bidirectional", "causal"]
@@ -105,7 +105,7 @@ class QuadraticSelfSpeculation(Autoregressive, total=False):
     mask_token: int | None
 
 class BlockDiffusion(Autoregressive, total=False):
-    block_size: int
+    block_size: int | Literal["auto"]
     threshold: float | None
     steps_per_block: int | None
     refresh: Literal["causal", "bidirectional"]

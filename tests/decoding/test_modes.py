@@ -110,3 +110,44 @@ def test_rows_with_samplers_of_their_own_are_packed_too(monkeypatch: pytest.Monk
         found = [handle.result().tokens.tolist() for handle in handles]
     alone = [generate(model, p, "jacobi", **options, **own) for p, own in zip(prompts, drawn, strict=True)]
     assert found == [result.tokens.tolist() for result in alone]
+
+
+@pytest.mark.parametrize("clients", [1, 4])
+@pytest.mark.parametrize(("free", "size"), [(1, 1), (20, 4), (72, 8)])
+def test_quadratic_drafts_are_as_long_as_pays(
+    trained: Any, free: int, size: int, clients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft of four tokens with four masks for each takes 20 rows."""
+    priced(monkeypatch, [1.0] * free + [1.0 + n for n in range(1, 60)])
+    options: dict[str, Any] = {"max_new_tokens": 24, "trace": True}
+    expected = generate(trained, SUMS[:clients], max_new_tokens=24)
+    found = generate(trained, SUMS[:clients], "quadratic_self_speculation", block_size="auto", **options)
+    assert all(map(torch.equal, found.tokens, expected.tokens))
+    assert max(max(widths(found, n)) for n in range(clients)) == size
+
+
+@pytest.mark.parametrize(("free", "size"), [(4, 4), (8, 8), (16, 16), (64, 32)])
+def test_blocks_are_as_long_as_pays(trained: Any, free: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    priced(monkeypatch, [1.0] * free + [1.0 + n for n in range(1, 64)])
+    found = generate(trained, SUMS[0], "block_diffusion", block_size="auto", max_new_tokens=24)
+    assert torch.equal(
+        found.tokens, generate(trained, SUMS[0], "block_diffusion", block_size=size, max_new_tokens=24).tokens
+    )
+    both = generate(trained, SUMS[:2], "block_diffusion", block_size="auto", max_new_tokens=24)
+    assert torch.equal(both.tokens[0], found.tokens), "a text does not depend on its batch"
+
+
+def test_what_else_a_chosen_size_decides(trained: Any) -> None:
+    said = "block_size='auto' chooses the masks of a group too. Leave masks_per_group out, or give a number"
+    with refused(said):
+        generate(trained, SUMS[0], "quadratic_self_speculation", block_size="auto", masks_per_group=8)
+    with pytest.raises(ValueError, match="block_size must be an int or 'auto', got 'most'"):
+        generate(trained, SUMS[0], "block_diffusion", block_size="most")
+
+
+@pytest.mark.parametrize("method", ["quadratic_self_speculation", "block_diffusion"])
+def test_requests_of_a_chosen_size_join_a_batch(trained: Any, method: str) -> None:
+    alone = [generate(trained, prompt, method, block_size="auto", max_new_tokens=12).tokens.tolist() for prompt in SUMS]
+    with pd.Engine(trained) as engine:
+        handles = [engine.submit(prompt, method, block_size="auto", max_new_tokens=12) for prompt in SUMS]
+        assert [handle.result().tokens.tolist() for handle in handles] == alone

@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_type, refuse
+from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding.steps import DraftSteps, decoder
 from pdkernels.generation.noise import (
     OWN,
@@ -37,6 +38,8 @@ from pdkernels.ops import DraftVerdict, verify_draft
 _OP = "decoding.quadratic_self_speculation"
 
 _MAX_ROWS = 2**20
+_LONGEST = 16  # of drafts whose size is chosen
+_HOPE = 0.9  # share of guesses that are accepted, of a model that was trained for it
 
 Ensemble = Literal["probability", "logit"]
 
@@ -45,7 +48,8 @@ class QuadraticSteps(DraftSteps):
     """One forward verifies a draft and drafts the next one for every place where it may be rejected.
 
     Args:
-        block_size: tokens per draft, including the known first one; 1 is autoregressive decoding.
+        block_size: tokens per draft, including the known first one; 1 is autoregressive decoding. "auto" takes the size
+            with the most expected tokens for the measured time of a sequence's step, whose rows grow with its square.
         masks_per_group: number of masks in each group, at least ``block_size - label_shift``, which is the default.
         label_shift: 0 if a mask's row predicts its own position, 1 if it predicts the next.
         in_group: "bidirectional" or "causal" attention among the masks of a group.
@@ -62,7 +66,7 @@ class QuadraticSteps(DraftSteps):
         self,
         session: Session,
         *,
-        block_size: int = 16,
+        block_size: BlockSize = 16,
         masks_per_group: int | None = None,
         label_shift: int = 0,
         in_group: InGroup = "bidirectional",
@@ -72,7 +76,11 @@ class QuadraticSteps(DraftSteps):
         allow_mask_token: bool = False,
         page_size: int | None = None,
     ) -> None:
-        block_size = session.block(checked_size(_OP, "block_size", block_size))
+        size, chosen = checked_block_size(_OP, block_size, _LONGEST)
+        fault = "block_size='auto' chooses the masks of a group too"
+        refuse(chosen and masks_per_group is not None, _OP, fault, "Leave masks_per_group out, or give a number.")
+        checked_name(_OP, "in_group", in_group, get_args(InGroup))
+        block_size = session.block(_paying_size(session.model, size) if chosen else size)
         masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
         check_type(
             type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__
@@ -218,6 +226,20 @@ def _mixed(causal: torch.Tensor, diffusion: torch.Tensor, weight: float, form: E
     if form == "logit":
         return weight * causal.double() + (1 - weight) * diffusion.double()
     return (weight * distribution(causal, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()
+
+
+def _paying_size(model: Any, longest: int) -> int:
+    """The size of drafts with the most expected tokens for the time of a step, in which a draft of n tokens takes n
+    rows and n masks after each of them. It must not depend on the batch, which sequences join."""
+    costs = step_costs(model, longest * (1 + longest), 1)
+    assert costs is not None
+
+    def tokens_per_second(size: int) -> float:
+        rows = 1 if size == 1 else size * (1 + size)
+        expected = sum(_HOPE**place for place in range(size))
+        return expected / costs.plain[rows - 1]
+
+    return max(range(1, longest + 1), key=tokens_per_second)
 
 
 def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: int, in_group: InGroup) -> int:
