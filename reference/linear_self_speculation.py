@@ -80,7 +80,7 @@ def linear_self_speculation(
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + (tokens != 8)) % 8]
     >>> linear_self_speculation(chain, [0, 1], 6, mask_token=8, block_size=4)[:2]
-    ([2, 3, 4, 5, 6, 7], 5)
+    ([2, 3, 4, 5, 6, 7], 4)
     """
     op = "pdkernels.linear_self_speculation"
     if verification not in ("compare", "rejection"):

@@ -124,7 +124,12 @@ def counts_of(model: Any, task: Task, size: int, prompts: Sequence[str] | None =
     found = decoding.generate(model, asked, "linear_self_speculation", **given)
     traces: Any = found.stats.trace
     rows = [
-        [len(steps), sum(step.accepted - 1 for step in steps), len(text), 1 + sum(step.forwards for step in steps)]
+        [
+            sum(step.forwards > 1 for step in steps),
+            sum(step.accepted - 1 for step in steps),
+            len(text),
+            1 + sum(step.forwards for step in steps),
+        ]
         for steps, text in zip(traces, found.tokens, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.float64)

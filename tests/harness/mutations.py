@@ -31,8 +31,8 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "jacobi draws with the noise of the position before": Mutation(
-        "self.cache.lengths[:, None] + self.after[:width]",
-        "self.cache.lengths[:, None] + self.slot[:width]",
+        "self.cache.lengths[:, None] + 1 + self.slot[: draft.shape[1]]",
+        "self.cache.lengths[:, None] + self.slot[: draft.shape[1]]",
         "decoding/test_jacobi_sampling.py",
     ),
     "jacobi begins a block with a shorter draft": Mutation(
@@ -60,7 +60,7 @@ MUTATIONS = {
         "decoding/test_llada.py",
     ),
     "an end token does not end a draft": Mutation(
-        "masked_fill_(verdict.ended | no_choice, 0)", "masked_fill_(no_choice, 0)", "decoding/test_usual.py"
+        "masked_fill_(verdict.ended | failed, 0)", "masked_fill_(failed, 0)", "decoding/test_usual.py"
     ),
     "a request takes over too little of a page": Mutation(
         "copied = len(text) - len(pages) * pool.page_size", "copied = 1", "engine/test_engine.py"

@@ -363,6 +363,18 @@ def test_layers_are_counted_before_they_are_made(fields: dict[str, Any], field: 
 
 
 @pytest.mark.parametrize(
+    "fields", [{"model_type": "mistral"}, {"model_type": "gemma3_text", "query_pre_attn_scalar": 16}]
+)
+def test_windows_are_not_listed_for_layers_that_no_file_holds(fields: dict[str, Any], tmp_path: Path) -> None:
+    short = {"sliding_window": 4, "num_hidden_layers": 2**31 - 1}
+    write(tmp_path, {**LLAMA, **fields, **short}, random_checkpoint(LLAMA, dtype=torch.float32))
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"num_hidden_layers must be at most 16384"):
+        models.load(tmp_path)
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"init_values": None, "n_heads": 0}, f"n_heads {POSITIVE} 0"),

@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     ),
     "another model": (
         "mimo",
-        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
         ValueError,
         "drafter must be for 2 layers, the target's, got 3",
     ),

@@ -33,8 +33,11 @@ def test_counts_are_those_of_the_decoder() -> None:
             ((drafts, accepted, tokens, forwards),) = script.counts_of(model, task, 8, [prompt], **options).tolist()
             given = {"max_new_tokens": 20, "block_size": 8, "end_tokens": (), **options}
             found = pd.decoding.generate(model, prompt, "linear_self_speculation", **given)
-            assert (tokens, forwards) == (20, found.stats.forwards) and forwards == 1 + 2 * drafts
-            assert tokens == 1 + accepted + drafts, "the prompt's token, and one of the verifier after each draft"
+            alone = forwards - 1 - 2 * drafts  # the last tokens have a forward each and no draft
+            assert (tokens, forwards) == (20, found.stats.forwards) and 0 <= alone <= 2
+            assert tokens == 1 + accepted + drafts + alone, (
+                "the prompt's token, and one of the verifier after each draft"
+            )
 
 
 def test_a_bare_copy_drafts_without_the_adapter() -> None:

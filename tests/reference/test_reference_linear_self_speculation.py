@@ -64,7 +64,7 @@ def test_greedy_equals_autoregressive(script, skill, prompt, limit, block_size, 
     alone = [step for step in result.trace if len(step.draft) == 1]
     assert all(step.forwards == 1 for step in alone) and (block_size == 1 or len(alone) <= 2)
     assert all(2 <= step.forwards <= block_size for step in result.trace if step not in alone)
-    assert_clean_rows_see_no_noise(model.calls, MASK)
+    assert_clean_rows_see_no_noise(model.calls, MASK, ends)
 
 
 @settings(max_examples=30)

@@ -179,11 +179,17 @@ class TinyTransformer(Recorded):
         return x @ self.head, cache
 
 
-def assert_clean_rows_see_no_noise(calls: Sequence[Call], mask_token: int) -> None:
-    """Rows that no adapter may touch (all rows, if no drafter was used) are those of a causal model, or of masks."""
+def assert_clean_rows_see_no_noise(calls: Sequence[Call], mask_token: int, end_tokens: Sequence[int] = ()) -> None:
+    """Rows that no adapter may touch (all rows, if no drafter was used) are those of a causal model, or of masks. What
+    follows one of `end_tokens` may be a mask that nobody has filled, and is never accepted."""
     for call in calls:
         noise = torch.tensor(call.tokens) == mask_token
         plain = ~noise if call.adapted is None else ~call.adapted
+        if plain.any() and noise.any():
+            first = call.tokens.index(mask_token)
+            if set(call.tokens[:first]) & set(end_tokens):
+                noise, plain = noise.clone(), plain.clone()
+                noise[first:] = plain[first:] = False
         assert not noise[plain].any()
         assert not call.mask[plain][:, noise].any(), "a clean row sees a mask"
         positions = torch.tensor(call.positions)

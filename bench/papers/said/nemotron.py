@@ -148,6 +148,17 @@ ROWS = (
         ),
     ),
     Row(
+        "1 and 3, Figures 1c and 9a",
+        "Modes by concurrency: self-speculation for few clients, autoregressive decoding for many",
+        ("method linear_self_speculation", "method quadratic_self_speculation", "method block_diffusion"),
+        (
+            "tests/decoding/test_modes.py::test_the_mode_follows_the_number_of_clients",
+            "tests/decoding/test_modes.py::test_self_speculation_of_chosen_lengths_changes_no_token",
+        ),
+        differs="`block_size='auto'` chooses between two of the modes in every step, with the same tokens; block diffusion is only for requests that name it",
+        figures=("modes",),
+    ),
+    Row(
         "4.1, Figure 6",
         "Speed of light: serial target, greedy acceptance, recursive compaction within 5,000 forwards",
         ("bench.papers.speed_of_light",),

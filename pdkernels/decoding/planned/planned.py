@@ -107,10 +107,10 @@ def decode(
     unit = tags.unit if unit is None else checked_size(_OP, "unit", unit)
     check_choice(_OP, "chunks", chunks, get_args(Chunks))
     in_turn = chunks == "autoregressive"
+    check_choice(_OP, "cache", cache, CACHES)
     default_steps = not sparse and (steps_ratio, order, threshold, cache) == (1.0, None, None, "exact")
     remedy = "They have no sparse, steps_ratio, order, threshold and cache."
     check(default_steps or not in_turn, _OP, "chunks", "be 'diffusion' with options of its steps", repr(chunks), remedy)
-    check_choice(_OP, "cache", cache, CACHES)
     visible = cache != "drop_finished" or sparse
     check(visible, _OP, "cache", "not drop chunks that others see", repr(cache), "Pass sparse=True.")
     check_choice(_OP, "on_bad_plan", on_bad_plan, BAD_PLAN_WAYS)

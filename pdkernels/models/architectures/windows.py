@@ -50,6 +50,10 @@ Windows = Sequence[Window | None]
 """Of each layer; empty: no layer has one."""
 
 
+MAX_LAYERS = 2**14
+"""Of a file whose layers have windows: one that names more is refused before anything is made for each."""
+
+
 def checked_windows(op: str, windows: Windows, layers: int) -> tuple[Window | None, ...]:
     """One for each layer, or none."""
     check_type(isinstance(windows, (tuple, list)), op, "windows", "be a tuple", type(windows).__name__)

@@ -17,7 +17,7 @@ import torch
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.rope import LinearScaling, RopeScaling
-from pdkernels.models.architectures.windows import Window
+from pdkernels.models.architectures.windows import MAX_LAYERS, Window
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.gguf_keys import Keys
 from pdkernels.models.files.layout import Layout, Parts
@@ -80,6 +80,7 @@ def from_keys(fields: Keys, vocab_size: int, scaling: RopeScaling | None, tied: 
     hidden, heads, layers = (
         fields.integer(name) for name in ("embedding_length", "attention.head_count", "block_count")
     )
+    check(layers <= MAX_LAYERS, OP, f"{fields.where}.block_count", f"be at most {MAX_LAYERS}", layers)
     head_dim, window = fields.integer("attention.key_length"), fields.integer("attention.sliding_window", minimum=1)
     for name in ("attention.value_length", "rope.dimension_count"):
         width = fields.integer(name)
@@ -110,6 +111,7 @@ def settings(hidden: int) -> dict[str, Any]:
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:
+    check(layers <= MAX_LAYERS, OP, "config.json: num_hidden_layers", f"be at most {MAX_LAYERS}", layers)
     kinds = fields.get("layer_types")
     if kinds is None:
         pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", EVERY))

@@ -14,7 +14,7 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
-from pdkernels.models.architectures.windows import Window
+from pdkernels.models.architectures.windows import MAX_LAYERS, Window
 from pdkernels.models.checkpoints.hf_experts import LLADA_MOE, READERS, expert_parts, read_experts
 from pdkernels.models.checkpoints.hf_rope import read_rope
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
@@ -192,18 +192,22 @@ def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Windo
     )
     other = next((kind for kind in types if kind not in allowed), "full_attention")
     demand(other in allowed, "layer_types", "be 'full_attention' for every layer", shown(other))
-    slides = [defaults.unswitched or fields.flag("use_sliding_window", True, null=False)] * layers
+    size = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else defaults.window
+    short = size is not None and size < positions
+    # Nothing is made for each layer of a config that no file holds.
+    check(not short or layers <= MAX_LAYERS, OP, "num_hidden_layers", f"be at most {MAX_LAYERS} with windows", layers)
+    listed = layers if short else 0
+    slides = [defaults.unswitched or fields.flag("use_sliding_window", True, null=False)] * listed
     if defaults.switched:
         switched = fields.flag("use_sliding_window", False)
         first = fields.integer("max_window_layers", 28, minimum=0, null=0 if defaults.all_slide else None)
-        slides = [switched and (defaults.all_slide or first <= layer) for layer in range(layers)]
+        slides = [switched and (defaults.all_slide or first <= layer) for layer in range(listed)]
         if types and not defaults.all_slide:
             slides = [kind == "sliding_attention" for kind in types]
             check(len(slides) == layers, OP, "config.json: layer_types", f"name {layers} layers", len(slides))
             expectation = "be 'full_attention' without use_sliding_window"
             demand(switched or not any(slides), "layer_types", expectation, "other layers")
-    size = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else defaults.window
-    if size is None or size >= positions or not any(slides):
+    if size is None or not short or not any(slides):
         return ()
     demand(defaults.windows, "sliding_window", f"be absent or cover all {positions} positions", size)
     # Their classes differ in which of the two they follow.
