@@ -75,7 +75,7 @@ def ours(rows: list[Row]) -> Row | None:
 
 def times_ours(row: Row, own: Row) -> float:
     """Each was timed in turn with the same baseline, at different times: only ratios to it may be compared."""
-    return row["ratio_to_baseline"] / own["ratio_to_baseline"]
+    return float(row["ratio_to_baseline"] / own["ratio_to_baseline"])
 
 
 def is_peer(name: str) -> bool:
@@ -102,8 +102,8 @@ def baseline_cells(cases: list[list[Row]]) -> list[str]:
 def nearness(rows: list[Row]) -> float | None:
     """The floor's time divided by ours."""
     own = ours(rows)
-    floor = own and floor_us(own)
-    return floor / own["median_us"] if floor else None
+    floor = None if own is None else floor_us(own)
+    return floor / own["median_us"] if own and floor else None
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:

@@ -46,7 +46,8 @@ def _row(paper: str, row: Row) -> str:
     here = [f"`{name.removeprefix('method ')}`" for name in row.here]
     here += [f"[table {name}]({paper}.md)" for name in row.figures]
     tests = [_test(*name.partition("::")[::2]) for name in row.tests]
-    return f"| {row.place} | {row.what} | {', '.join(here)} | {row.differs or 'same'} | {', '.join(tests)} |"
+    differs = row.differs or ("same, in miniature" if row.figures else "same")
+    return f"| {row.place} | {row.what} | {', '.join(here)} | {differs} | {', '.join(tests)} |"
 
 
 def _test(path: str, test: str) -> str:

@@ -82,7 +82,8 @@ def _design(unit: Tensor, degree: int) -> Tensor:
 
 def _solved(design: Tensor, values: Tensor) -> Tensor:
     """Least squares of the smallest norm: six block sizes do not determine a sixth power."""
-    return torch.linalg.lstsq(design, values[:, None], driver="gelsd").solution[:, 0]
+    solution: Tensor = torch.linalg.lstsq(design, values[:, None], driver="gelsd").solution
+    return solution[:, 0]
 
 
 def _smoothed(surface: Tensor) -> Tensor:
@@ -98,9 +99,10 @@ def _smoothed(surface: Tensor) -> Tensor:
 
 def search(problems: int, progress: Any) -> dict[str, Any]:
     """Tokens per second of processor time: on a busy machine that is the time that a text takes of an idle one."""
-    model, task = models.load("tiny-jacobi"), make_task("sums", problems)
+    model: Any = models.load("tiny-jacobi")
+    task = make_task("sums", problems)
     cells = [(size, number) for size in BLOCK_SIZES for number in VERIFICATION_SIZES]
-    settings: list[tuple[str, dict[str, Any]]] = [("autoregressive", {})]
+    settings: list[tuple[Any, dict[str, Any]]] = [("autoregressive", {})]
     settings += [
         (
             "jacobi_multiblock",
@@ -115,7 +117,8 @@ def search(problems: int, progress: Any) -> dict[str, Any]:
             progress(f"{method} {options}", (repeat + number / len(settings)) / REPEATS)
             began, texts = time.process_time(), []
             for prompt in task.prompts:
-                texts.append(decoding.generate(model, prompt, method, max_new_tokens=task.limit, **options))
+                given: dict[str, Any] = {"max_new_tokens": task.limit, **options}
+                texts.append(decoding.generate(model, prompt, method, **given))
             taken = time.process_time() - began
             seconds[number] = min(taken, seconds[number]) if repeat else taken
             tokens[number] = sum(text.stats.tokens for text in texts)

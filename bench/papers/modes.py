@@ -38,7 +38,7 @@ def modes(problems: int, progress: Progress) -> dict[str, Any]:
         model: Any = models.load("tiny-trimode")
         prompts = [model.tokenizer.encode(prompt) for prompt in make_task("sums", problems).prompts]
         lossless = [name for name in MODES if "diffusion" not in name]
-        rows = []
+        rows: list[dict[str, Any]] = []
         measured: dict[str, dict[str, float]] = {name: {} for name in MODES}
         for number, size in enumerate(CLIENTS):
             progress(f"{size} clients", number / len(CLIENTS))

@@ -189,13 +189,14 @@ def held_out_losses(model: Any, recipe: Recipe) -> tuple[float, float]:
             ]
             (ar, _), (_, masked) = (losses(model, batch, Recipe())[1] for batch in batches)
             found.append((ar, len(batches[0].ar_rows), masked, float(batches[1].masked_weights.sum())))
-    ar, rows, masked, weight = zip(*found)
-    return (sum(x * n for x, n in zip(ar, rows)) / sum(rows), sum(x * w for x, w in zip(masked, weight)) / sum(weight))
+    rows, weight = sum(part[1] for part in found), sum(part[3] for part in found)
+    return sum(part[0] * part[1] for part in found) / rows, sum(part[2] * part[3] for part in found) / weight
 
 
-def right(model: Any, problems: int, method: str, **options: Any) -> tuple[int, float]:
+def right(model: Any, problems: int, method: Any, **options: Any) -> tuple[int, float]:
     task = make_task("sums", problems)
-    found = decoding.generate(model, task.prompts, method, max_new_tokens=task.limit, **options)
+    given: dict[str, Any] = {"max_new_tokens": task.limit, **options}
+    found = decoding.generate(model, task.prompts, method, **given)
     solved = zip(task.problems or (), found.text or (), strict=True)
     return sum(one.is_solved_by(text) for one, text in solved), found.stats.tokens_per_forward
 

@@ -184,7 +184,7 @@ def strategies(trained_models: dict[str, Any]) -> dict[str, Strategy]:
         return run
 
     def skeleton(prompt: str, sampling: dict[str, Any]) -> Answer:
-        templates = {
+        templates: dict[str, Any] = {
             "skeleton_template": SKELETON,
             "point_template": POINT,
             "piece": "{point}:{expansion}",
@@ -211,12 +211,16 @@ def strategies(trained_models: dict[str, Any]) -> dict[str, Strategy]:
 FORMS = ("autoregressive", "diffusion", "pasta")
 
 
+def _within(progress: Progress, start: float) -> Progress:
+    return lambda what, share: progress(what, start + 0.2 * share)
+
+
 def run(problems: int, progress: Progress) -> dict[str, Any]:
     """Trains the baselines, then measures all strategies."""
     made, took = {}, {}
     for number, form in enumerate(FORMS):
         part, started = 0.2 * number, time.process_time()
-        made[form] = trained(form, lambda what, share, part=part: progress(what, part + 0.2 * share))
+        made[form] = trained(form, _within(progress, part))
         took[form] = time.process_time() - started
     return measured(made, took, problems, progress)
 

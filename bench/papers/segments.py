@@ -31,14 +31,15 @@ def count(problems: int, progress: Any) -> dict[str, Any]:
     """Averages over the forwards of Jacobi decoding, block by block, that leave something to converge."""
     task, rows = make_task("sums", problems), []
     for number, name in enumerate(("tiny-code", "tiny-jacobi")):
-        model = models.load(name)
+        model: Any = models.load(name)
         forwards, accepted, noisy, stationary, segments = 0, 0, 0, 0, 0
         for done, prompt in enumerate(task.prompts):
             progress(name, (number + done / problems) / 2)
             options: dict[str, Any] = {"max_new_tokens": task.limit, "block_size": BLOCK_SIZE, "trace": True}
             result = decoding.generate(model, prompt, "jacobi", **options)
             text, cursor = result.tokens.tolist(), 0
-            for step in result.stats.trace[0]:
+            trace: Any = result.stats.trace
+            for step in trace[0]:
                 left = list(step.draft[step.accepted :])
                 fixed = text[cursor : cursor + len(step.draft)]
                 cursor += step.accepted

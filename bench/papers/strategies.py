@@ -11,7 +11,7 @@ from pdkernels.evaluation.tasks import make_task
 
 # Tables 2 and 4 have K_p = 100, K_r = 5 for the cache; of the transfer ratio the paper says nothing, 0.25 is that of dLLM-Cache.
 _CACHE = {"prompt_interval": 100, "gen_interval": 5, "transfer_ratio": 0.25}
-STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "left to right": ("llada", {"block_size": 1}),
     "diffusion": ("llada", {}),
     "blocks of 32 from the left": ("llada", {"block_size": 32}),
@@ -23,15 +23,16 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def compare(problems: int, progress: Any) -> dict[str, Any]:
     """Right answers, forwards, and tokens per second of processor time."""
-    model, task = models.load("tiny-masked"), make_task("sums", problems, canvas=128)
+    model: Any = models.load("tiny-masked")
+    task = make_task("sums", problems, canvas=128)
     rows, began = [], time.process_time()
     for number, (name, (method, options)) in enumerate(STRATEGIES.items()):
         progress(name, number / len(STRATEGIES))
         right, tokens, forwards, start = 0, 0, 0, time.process_time()
         for prompt, problem in zip(task.prompts, task.problems or (), strict=True):
-            given = {"max_new_tokens": task.limit, "end_tokens": task.end_tokens, **options}
+            given: dict[str, Any] = {"max_new_tokens": task.limit, "end_tokens": task.end_tokens, **options}
             found = decoding.generate(model, prompt, method, **given)
-            right += problem.is_solved_by(found.text)
+            right += problem.is_solved_by(str(found.text))
             tokens, forwards = tokens + found.stats.tokens, forwards + found.stats.forwards
         rows.append(
             {

@@ -8,6 +8,8 @@ the likeliest guesses of all sequences, as many as pay for the batch. One op on 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pdkernels.decoding.costs import StepCosts
@@ -39,7 +41,7 @@ class Lengths:
     def __init__(self, costs: StepCosts, slots: int, batch: int, device: torch.device, *, padded: bool = False) -> None:
         self.seconds = torch.tensor([costs.plain, costs.drafting], dtype=torch.float64, device=device)
         self.credit, plain = costs.credit, costs.plain[0]
-        self.options = {
+        self.options: dict[str, Any] = {
             "warmup_cost": costs.wake / plain,
             "sequence_cost": costs.sequence,
             "guess_cost": costs.guess,

@@ -196,9 +196,18 @@ class NewRows(NamedTuple):
         cache, plan = self.cache, self.visibility.mask
         assert cache is not None and isinstance(plan, TilePlan)
         k, v = stored(cache.dtype, k, v)
-        prefix = cache.k[layer], cache.v[layer], cache.lengths
-        options = {"cu_seqlens": cu_seqlens, "block_table": cache.block_table}
-        return speculative_attention_append_(q, k, v, *prefix, plan, **options)[None]
+        mixed: torch.Tensor = speculative_attention_append_(
+            q,
+            k,
+            v,
+            cache.k[layer],
+            cache.v[layer],
+            cache.lengths,
+            plan,
+            cu_seqlens=cu_seqlens,
+            block_table=cache.block_table,
+        )
+        return mixed[None]
 
 
 def rotated(qk: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:
