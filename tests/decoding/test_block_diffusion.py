@@ -206,7 +206,7 @@ def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, "block_size must be at least 1, got 0."),
-    ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
+    ({"block_size": 2.0}, "TypeError: block_size must be an int or 'auto', got float."),
     ({"threshold": "high"}, "TypeError: threshold must be a number, got str."),
     ({"threshold": -0.1}, "threshold must be at least 0, got -0.1."),
     ({"threshold": math.nan}, "threshold must be at least 0, got nan."),

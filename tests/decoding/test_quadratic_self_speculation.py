@@ -206,7 +206,7 @@ def test_the_head_runs_on_rows_that_are_needed() -> None:
 
 ERRORS: dict[str, Any] = {
     "block_size must be at least 1, got 0.": {"block_size": 0},
-    "TypeError: block_size must be an int, got float.": {"block_size": 2.0},
+    "TypeError: block_size must be an int or 'auto', got float.": {"block_size": 2.0},
     "masks_per_group must be at least 4, got 3. Every draft token after the first comes from a mask.": {
         "block_size": 4,
         "masks_per_group": 3,
