@@ -27,7 +27,7 @@ def skeleton_of_thought(
     point_prompt: Callable[[str, str, str], str],
     *,
     start: str = "1.",
-    pattern: str = r"(\d+)\.\s?([\s\S]+?)(?=\n|\n*$)",
+    pattern: str = r"(?m)^[ \t]*(\d+)\.[ \t]*(\S.*?)[ \t]*$",
     max_skeleton_tokens: int,
     max_point_tokens: int,
     end_tokens: Sequence[int] = (),

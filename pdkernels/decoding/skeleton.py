@@ -11,21 +11,17 @@ from pdkernels.decoding.generate import find, generate
 from pdkernels.generation.result import DecodeStats
 
 SKELETON_TEMPLATE = (
-    "You're an organizer responsible for only giving the skeleton (not the full content) for answering the question. "
-    "Provide the skeleton in a list of points (numbered 1., 2., 3., etc.) to answer the question. Instead of writing a "
-    "full sentence, each skeleton point should be very short with only 3~5 words. Generally, the skeleton should have "
-    "3~10 points. Now, please provide the skeleton for the following question.\n{question}\nSkeleton:\n"
+    "Outline an answer to the question below. Write the outline alone and not the answer: a numbered list (1., 2., "
+    "3., ..) of three to ten points, each of three to five words.\n\nQuestion: {question}\n\nOutline:\n"
 )
-"""The paper's prompt for a skeleton, without its examples and the roles of a chat."""
+"""A prompt for a skeleton. It asks for what the paper's asks for, without its examples and the roles of a chat."""
 POINT_TEMPLATE = (
-    "You're responsible for continuing the writing of one and only one point in the overall answer to the following "
-    "question.\n\n{question}\n\nThe skeleton of the answer is\n\n{skeleton}\n\nContinue and only continue the writing "
-    "of point {index}. Write it **very shortly** in 1~2 sentence and do not continue with other points!\n\n"
-    "{index}. {point}"
+    "Question: {question}\n\nOutline of the answer:\n{skeleton}\n\nWrite out point {index} of it in one or two short "
+    "sentences, and stop before any other point.\n\n{index}. {point}"
 )
-"""The paper's prompt for a point, which ends with the beginning of its answer."""
-POINTS = r"(\d+)\.\s?([\s\S]+?)(?=\n|\n*$)"
-"""The paper's pattern: number and words of each point of a skeleton."""
+"""A prompt for a point, which ends with the beginning of its answer, as the paper's does."""
+POINTS = r"(?m)^[ \t]*(\d+)\.[ \t]*(\S.*?)[ \t]*$"
+"""Number and words of each point of a skeleton: one on a line."""
 _OP = "decoding.skeleton_of_thought"
 
 
@@ -104,8 +100,8 @@ def skeleton_of_thought(
             `generate` refuses.
         TypeError: a question or template that is not a str, `max_new_tokens`, what `generate` refuses.
 
-    Source: Ning et al., "Skeleton-of-Thought: prompting LLMs for efficient parallel generation", section 2 (prompts 1
-    and 2, pattern of points); a baseline of Planned Diffusion (section 5, decoding strategy 5).
+    Source: Ning et al., "Skeleton-of-Thought: prompting LLMs for efficient parallel generation", section 2, whose
+    prompts are other words for the same; a baseline of Planned Diffusion (section 5, decoding strategy 5).
 
     Example:
         >>> import pdkernels as pd

@@ -70,8 +70,8 @@ def dual_stream_terms(
         counts = torch.zeros(batch.samples, dtype=torch.int64, device="cpu")
         for owner in owners:
             counts = counts.index_add(0, owner, torch.ones_like(owner))
-        own, hidden = (counts[owner].to(ar_logits.device) for owner in owners)
-        ar, masked = ar / own, masked / hidden
+        ar_rows, masked_rows = (counts[owner].to(ar_logits.device) for owner in owners)
+        ar, masked = ar / ar_rows, masked / masked_rows
     return ar / normaliser, masked / normaliser
 
 

@@ -63,9 +63,9 @@ class Scripted:
         return SimpleNamespace(text=texts[0] if isinstance(prompt, str) else texts, stats=stats)
 
 
-def test_the_prompts_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A point's prompt has the whole skeleton and ends with the beginning of its answer; its text is joined in their order."""
-    answers = {"Skeleton:\n1.": " Rice.\n2. Soup.", "\n1. Rice.": " White or fried.", "\n2. Soup.": " Hot."}
+    answers = {"Outline:\n1.": " Rice.\n2. Soup.", "\n1. Rice.": " White or fried.", "\n2. Soup.": " Hot."}
     model = Scripted(answers)
     monkeypatch.setattr("pdkernels.decoding.skeleton.generate", model.generate)
     found = skeleton_of_thought(model.inner, "Which dishes?")
@@ -75,7 +75,7 @@ def test_the_prompts_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert skeleton == SKELETON_TEMPLATE.format(question="Which dishes?") + "1."
     for index, (prompt, words) in enumerate(((first, "Rice."), (second, "Soup.")), 1):
         told = {"question": "Which dishes?", "skeleton": found.skeleton, "index": str(index), "point": words}
-        assert prompt == POINT_TEMPLATE.format(**told) and "2. Soup.\n\nContinue" in prompt
+        assert prompt == POINT_TEMPLATE.format(**told) and "2. Soup.\n\nWrite out" in prompt
     told = skeleton_of_thought(model.inner, "?", piece="<{point}{expansion}>", joiner=" ")
     assert told.text == "<Rice. White or fried.> <Soup. Hot.>"
 
@@ -89,7 +89,7 @@ def test_a_skeleton_without_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_points() -> None:
-    """The paper's pattern: numbers of several digits; words up to the end of the line."""
+    """Numbers of several digits; words up to the end of the line."""
     assert re.findall(POINTS, "1. one two\n2.three\n10. ten") == [("1", "one two"), ("2", "three"), ("10", "ten")]
     assert re.findall(POINTS, "no points") == []
 

@@ -14,6 +14,9 @@ from tests.support.transformers_names import VERSION  # noqa: E402
 
 COMPUTES_ITS_OWN = pytest.mark.skipif(VERSION < (5, 0), reason="transformers 4 has classes of attention for it")
 
+# The masks of transformers 4 cannot be asked about longer texts than that of the trial, so windows end texts there.
+READ = 64 if VERSION >= (5, 0) else 0
+
 
 class Skips(torch.nn.Module):
     """Attention that hands on what it is given: no layer of ours is called."""
@@ -60,11 +63,15 @@ def test_what_is_asked_once_is_asked_for_each_use() -> None:
 @pytest.mark.parametrize(
     ("name", "more", "longest"),
     [
-        ("Mistral", {"sliding_window": 24}, 64),
-        ("Cohere2", {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+        ("Mistral", {"sliding_window": 24}, READ or 24),
+        ("Cohere2", {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]}, READ or 20),
         ("Cohere2", {"sliding_window": 20, "layer_types": ["full_attention"] * 2}, 64),
         ("Gemma3Text", {"sliding_window": 20, "layer_types": ["full_attention"] * 2}, 64),
-        ("Llama4Text", {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"]}, 64),
+        (
+            "Llama4Text",
+            {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"]},
+            READ or 16,
+        ),
         ("Llama4Text", {"attention_chunk_size": 16, "layer_types": ["full_attention"] * 2, "floor_scale": 40}, 40),
         pytest.param("Qwen2Moe", {"num_experts": 4}, 64, marks=COMPUTES_ITS_OWN),
     ],

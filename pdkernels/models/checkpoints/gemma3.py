@@ -37,8 +37,8 @@ def from_gemma3_config(config: Mapping[str, Any]) -> TransformerConfig:
     """The `TransformerConfig` of a parsed `config.json`, of transformers 4 or 5. Raises as `from_hf_config`.
 
     >>> sizes = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4, "intermediate_size": 96}
-    >>> made = from_gemma3_config({"model_type": "gemma3_text", **sizes, "num_key_value_heads": 1, "sliding_window": 16})
-    >>> [None if window is None else window.size for window in made.windows], made.embedding_scale
+    >>> config = from_gemma3_config({"model_type": "gemma3_text", **sizes, "num_key_value_heads": 1, "sliding_window": 16})
+    >>> [None if window is None else window.size for window in config.windows], config.embedding_scale
     ([16, 16, 16, 16, 16, None, 16], 8.0)
     """
     fields = Fields(config)

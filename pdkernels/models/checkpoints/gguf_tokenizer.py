@@ -54,12 +54,14 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
     kinds = [marks.kinds.get(index, kind) for index, kind in enumerate(kinds)]
     with naming(fields.where, "hold a tokenizer that the library `tokenizers` takes"):
         if pieces:
-            made = gguf_sentencepiece.assemble(fields, vocabulary, kinds, library(fields.where))
+            tokenizer = gguf_sentencepiece.assemble(fields, vocabulary, kinds, library(fields.where))
         else:
-            made = _assemble(_PRE[fields.get("tokenizer.ggml.pre")], vocabulary, pairs, kinds, library(fields.where))
-        _begin(made, fields, tokens, library(fields.where))
+            tokenizer = _assemble(
+                _PRE[fields.get("tokenizer.ggml.pre")], vocabulary, pairs, kinds, library(fields.where)
+            )
+        _begin(tokenizer, fields, tokens, library(fields.where))
     begin, template = fields.token("tokenizer.ggml.bos_token_id", len(tokens)), _template(fields, tokens)
-    return JsonTokenizer.of(made, fields.where, end_tokens=marks.ends, chat_template=template, bos_token_id=begin)
+    return JsonTokenizer.of(tokenizer, fields.where, end_tokens=marks.ends, chat_template=template, bos_token_id=begin)
 
 
 def _texts(fields: Keys, name: str) -> list[str]:
@@ -68,7 +70,9 @@ def _texts(fields: Keys, name: str) -> list[str]:
 
 def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: list[int], tokenizers: Any) -> Any:
     cut, added = tokenizers.pre_tokenizers, tokenizers.AddedToken
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama3"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama3")
+    )
     if pre == "smollm":
         parts = [cut.Digits(individual_digits=True), cut.ByteLevel(add_prefix_space=False, use_regex=True)]
     else:
@@ -82,20 +86,20 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
             cut.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     if pre in ("qwen2", "qwen35"):
-        made.normalizer = tokenizers.normalizers.NFC()
-    made.pre_tokenizer = cut.Sequence(parts)
-    made.decoder = tokenizers.decoders.ByteLevel()
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = cut.Sequence(parts)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     # Control tokens are left out of decoded text, user-defined ones are not; both are matched whole, before text is
     # split.
     by_kind = list(zip(vocabulary, kinds))
-    made.add_special_tokens(
+    tokenizer.add_special_tokens(
         [added(token, special=True, normalized=False) for token, kind in by_kind if kind in (_UNKNOWN, CONTROL)]
     )
-    made.add_tokens([added(token, normalized=False) for token, kind in by_kind if kind == USER])
-    return made
+    tokenizer.add_tokens([added(token, normalized=False) for token, kind in by_kind if kind == USER])
+    return tokenizer
 
 
-def _begin(made: Any, fields: Keys, tokens: list[str], tokenizers: Any) -> None:
+def _begin(tokenizer: Any, fields: Keys, tokens: list[str], tokenizers: Any) -> None:
     """Prepends the BOS token to a text if the model was trained with it."""
     where = f"{fields.where}: tokenizer.ggml"
     if fields.flag("tokenizer.ggml.add_eos_token", None):
@@ -106,7 +110,9 @@ def _begin(made: Any, fields: Keys, tokens: list[str], tokenizers: Any) -> None:
     if bos is None:
         fail(OP, where, "name bos_token_id, since it begins every text", "none")
     special = [(tokens[bos], bos)]
-    made.post_processor = tokenizers.processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=special)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[tokens[bos], "$A"], special_tokens=special
+    )
 
 
 def _template(fields: Keys, tokens: list[str]) -> ChatTemplate | None:
