@@ -82,7 +82,7 @@ PDK_APART void transpose_keys(const T* const* keys, const T* const* values, int6
       Ints rows[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        __builtin_prefetch(values[key + i] + d);
+        prefetch(values[key + i] + d, 1);
         rows[i] = reinterpret_cast<Ints>(Words(*reinterpret_cast<const LooseWords*>(keys[key + i] + d)));
       }
       put(rows, key);

@@ -248,6 +248,9 @@ void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t
 // once for a pair, not for each element.
 template <bool kExact, class S, class Tiles>
 struct ChunkSteps final : Chunks<S> {
+  // Whether the products can read rows where they are: a copy pays only where many panels read it.
+  static constexpr bool kInPlace = sizeof(S) == sizeof(float) && sizeof(typename Tiles::Packed) == sizeof(float);
+
   const AttentionArgs& args;
   Memory<Tiles>& memory;
   int64_t panels;
@@ -260,8 +263,11 @@ struct ChunkSteps final : Chunks<S> {
             int64_t column) override {
     if (bitmap == nullptr && few.step(keys, values, count, args.scale)) return;
     few.leave();
-    Tiles::pack(keys, count, args.head_dim, memory.keys);
-    Tiles::pack(values, count, args.head_dim, memory.values);
+    const bool packed = !kInPlace || panels > 1;
+    if (packed) {
+      Tiles::pack(keys, count, args.head_dim, memory.keys);
+      Tiles::pack(values, count, args.head_dim, memory.values);
+    }
     const bool plain = adds_nothing_hidden(values, count, args.head_dim, bitmap);
     for (int64_t i = 0; i < panels; ++i) {
       Panel<Tiles>& panel = memory.panels[i];
@@ -269,14 +275,21 @@ struct ChunkSteps final : Chunks<S> {
       Vec alpha[Tiles::kVectors];
       const int n = blocks_of_rows<Tiles>(bitmap, words_per_row, panel.lanes, column, count, blocks, memory.visible);
       if (n == 0) continue;
-      Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
+      if (packed) {
+        Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
+      } else if constexpr (kInPlace) {
+        Tiles::scores(keys, values, panel.queries, args.head_dim, blocks, n, memory.scores);
+      }
       if constexpr (kIsCode<S>) scale_blocks<Tiles>(keys, args.head_dim, blocks, n, memory.scores);
       online_softmax<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, alpha);
       if constexpr (kIsCode<S>) scale_blocks<Tiles>(values, args.head_dim, blocks, n, memory.scores);
-      if (plain) {
-        Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
-      } else {
+      if (!plain) {
         accumulate_visible<Tiles>(values, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
+      } else if (packed) {
+        Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
+      } else if constexpr (kInPlace) {
+        Tiles::accumulate(values, keys, bytes_to_next(keys, count), memory.scores, args.head_dim, blocks, n, alpha,
+                          panel.sums);
       }
     }
   }

@@ -60,14 +60,19 @@ PDK_INLINE int64_t bytes_to_next(const T* const* rows, int64_t count) {
   return kChunk * (address(kChunk - 1) - address(kChunk - 2));
 }
 
+// Into the second-level cache: some processors have twice as many such reads on their way as into the first level, and
+// a chunk does not fit there.
+template <class T>
+PDK_INLINE void prefetch(const T* row, int64_t count) {
+  const char* bytes = reinterpret_cast<const char*>(row);
+  for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, 0, 2);
+}
+
 // Prefetches `count` elements that are `ahead` bytes from these, unless that is 0. A wrong guess costs a little
 // bandwidth, as in a paged cache.
 template <class T>
 PDK_INLINE void prefetch_row(const T* row, int64_t count, int64_t ahead) {
-  const uintptr_t next = reinterpret_cast<uintptr_t>(row) + ahead;
-  for (int64_t byte = 0; ahead != 0 && byte < count * static_cast<int64_t>(sizeof(T)); byte += 64) {
-    __builtin_prefetch(reinterpret_cast<const char*>(next + byte));
-  }
+  if (ahead != 0) prefetch(reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(row) + ahead), count);
 }
 
 // A packed chunk of tokens: rows for scores(), columns for accumulate().
@@ -129,23 +134,25 @@ struct VectorTilesOf {
   // scores[token][lane] = rows[token] . panel[:, lane], summed in pieces for smaller rounding errors
   static PDK_APART void scores(const float* rows, const float* panel, int64_t head_dim, const Block* blocks,
                                int num_blocks, float* scores) {
-    const int64_t size = piece_of(head_dim);
-    for (int b = 0; b < num_blocks; ++b, scores += kBlock * kPanel) {
-      const float* block = rows + blocks[b].begin * kRowStride;
-      in_groups(blocks[b].count, [&](auto group, int64_t first) {
-        constexpr int kRows = decltype(group)::value;
-        const float* at = block + first * kRowStride;
-        for (int64_t piece = 0; piece < head_dim; piece += size) {
-          Vec sums[kRows][kVectors] = {};
-          const int64_t end = smaller(piece + size, head_dim);
-          for (int64_t d = piece; d < end; ++d) add_products<kRowStride>(sums, at + d, panel + d * kPanel);
-          for (int i = 0; i < kRows; ++i) {
-            Vec* score = vectors(scores + (first + i) * kPanel);
-            for (int v = 0; v < kVectors; ++v) score[v] = piece == 0 ? sums[i][v] : score[v] + sums[i][v];
-          }
-        }
-      });
-    }
+    const auto from = [&](int64_t token, auto) {
+      return [at = rows + token * kRowStride](int i) { return at + i * kRowStride; };
+    };
+    scores_from(from, panel, head_dim, blocks, num_blocks, scores);
+  }
+
+  // The same for rows that were not packed. Meanwhile those of `next` are prefetched.
+  static PDK_APART void scores(const float* const* rows, const float* const* next, const float* panel, int64_t head_dim,
+                               const Block* blocks, int num_blocks, float* scores) {
+    const auto from = [&](int64_t token, auto group) {
+      constexpr int kRows = decltype(group)::value;
+      Rows<kRows> found;
+      for (int i = 0; i < kRows; ++i) {
+        found.at[i] = rows[token + i];
+        prefetch(next[token + i], head_dim);
+      }
+      return found;
+    };
+    scores_from(from, panel, head_dim, blocks, num_blocks, scores);
   }
 
   // sums[d][lane] = sums[d][lane] * factor[lane] + sum over tokens of rows[token][d] * weights[token][lane]
@@ -154,19 +161,19 @@ struct VectorTilesOf {
   // number of chunks, not with their product.
   static PDK_APART void accumulate(const float* rows, const float* weights, int64_t head_dim, const Block* blocks,
                                    int num_blocks, const Vec* factor, float* sums) {
-    in_groups(head_dim, [&](auto group, int64_t first) {
-      constexpr int kRows = decltype(group)::value;
-      Vec held[kRows][kVectors] = {};
-      for (int b = 0; b < num_blocks; ++b) {
-        const float* at = rows + blocks[b].begin * kRowStride + first;
-        const float* weight = weights + b * kBlock * kPanel;
-        for (int j = 0; j < blocks[b].count; ++j) add_products<1>(held, at + j * kRowStride, weight + j * kPanel);
-      }
-      for (int i = 0; i < kRows; ++i) {
-        Vec* sum = vectors(sums + (first + i) * kPanel);
-        for (int v = 0; v < kVectors; ++v) sum[v] = sum[v] * factor[v] + held[i][v];
-      }
-    });
+    const auto from = [&](int64_t token, int64_t element) { return rows + token * kRowStride + element; };
+    accumulate_from(from, weights, head_dim, blocks, num_blocks, factor, sums);
+  }
+
+  // The same for rows that were not packed. Meanwhile `ahead` bytes from those of `before` are prefetched.
+  static PDK_APART void accumulate(const float* const* rows, const float* const* before, int64_t ahead,
+                                   const float* weights, int64_t head_dim, const Block* blocks, int num_blocks,
+                                   const Vec* factor, float* sums) {
+    const auto from = [&](int64_t token, int64_t element) {
+      if (element % (64 / sizeof(float)) == 0) prefetch_row(before[token] + element, 1, ahead);
+      return rows[token] + element;
+    };
+    accumulate_from(from, weights, head_dim, blocks, num_blocks, factor, sums);
   }
 
   // Two tokens' weights into a block of them, which may be the block of scores they come from.
@@ -192,14 +199,63 @@ struct VectorTilesOf {
   static PDK_INLINE Vec* vectors(float* p) { return reinterpret_cast<Vec*>(p); }
   static PDK_INLINE const Vec* vectors(const float* p) { return reinterpret_cast<const Vec*>(p); }
 
-  template <int64_t kStride, int kRows>
-  static PDK_INLINE void add_products(Vec (&sums)[kRows][kVectors], const float* column, const float* panel) {
+  template <int kRows>
+  struct Rows {
+    const float* at[kRows];
+    PDK_INLINE const float* operator()(int i) const { return at[i]; }
+  };
+
+  template <class From>
+  static PDK_INLINE void scores_from(const From& from, const float* panel, int64_t head_dim, const Block* blocks,
+                                     int num_blocks, float* scores) {
+    const int64_t size = piece_of(head_dim);
+    for (int b = 0; b < num_blocks; ++b, scores += kBlock * kPanel) {
+      in_groups(blocks[b].count, [&](auto group, int64_t first) {
+        constexpr int kRows = decltype(group)::value;
+        const auto rows = from(blocks[b].begin + first, group);
+        for (int64_t piece = 0; piece < head_dim; piece += size) {
+          Vec sums[kRows][kVectors] = {};
+          const int64_t end = smaller(piece + size, head_dim);
+          for (int64_t d = piece; d < end; ++d) {
+            add_products(sums, [&](int i) { return rows(i)[d]; }, panel + d * kPanel);
+          }
+          for (int i = 0; i < kRows; ++i) {
+            Vec* score = vectors(scores + (first + i) * kPanel);
+            for (int v = 0; v < kVectors; ++v) score[v] = piece == 0 ? sums[i][v] : score[v] + sums[i][v];
+          }
+        }
+      });
+    }
+  }
+
+  template <class From>
+  static PDK_INLINE void accumulate_from(const From& from, const float* weights, int64_t head_dim, const Block* blocks,
+                                         int num_blocks, const Vec* factor, float* sums) {
+    in_groups(head_dim, [&](auto group, int64_t first) {
+      constexpr int kRows = decltype(group)::value;
+      Vec held[kRows][kVectors] = {};
+      for (int b = 0; b < num_blocks; ++b) {
+        const float* weight = weights + b * kBlock * kPanel;
+        for (int j = 0; j < blocks[b].count; ++j) {
+          const float* row = from(blocks[b].begin + j, first);
+          add_products(held, [&](int i) { return row[i]; }, weight + j * kPanel);
+        }
+      }
+      for (int i = 0; i < kRows; ++i) {
+        Vec* sum = vectors(sums + (first + i) * kPanel);
+        for (int v = 0; v < kVectors; ++v) sum[v] = sum[v] * factor[v] + held[i][v];
+      }
+    });
+  }
+
+  template <int kRows, class Column>
+  static PDK_INLINE void add_products(Vec (&sums)[kRows][kVectors], const Column& column, const float* panel) {
     Vec lanes[kVectors];
     for (int v = 0; v < kVectors; ++v) lanes[v] = vectors(panel)[v];
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sums[i][v] += column[i * kStride] * lanes[v];
+      for (int v = 0; v < kVectors; ++v) sums[i][v] += column(i) * lanes[v];
     }
   }
 };
