@@ -84,6 +84,8 @@ class ByteAutomaton:
         max_states: int,
         max_work: int,
     ) -> None: ...
+    @staticmethod
+    def of_texts(texts: Sequence[bytes], max_states: int) -> ByteAutomaton: ...
     @property
     def states(self) -> int: ...
     @property
@@ -99,7 +101,7 @@ class ByteAutomaton:
 
 class TokenAutomaton:
     def __init__(
-        self, automaton: ByteAutomaton, tokens: Sequence[bytes], ends: Sequence[int], max_cells: int, max_work: int
+        self, automaton: ByteAutomaton, tokens: Sequence[bytes], ends: Sequence[int], max_work: int
     ) -> None: ...
     @property
     def states(self) -> int: ...

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "host/automaton.h"
+#include "host/texts_automaton.h"
 #include "host/token_automaton.h"
 
 namespace py = pybind11;
@@ -70,6 +71,15 @@ Example:
 )")
       .def(py::init(&parse_automaton), py::arg("states"), py::arg("edges"), py::arg("empty"), py::arg("start"),
            py::arg("accept"), py::arg("max_states"), py::arg("max_work"))
+      .def_static(
+          "of_texts",
+          [](const std::vector<py::bytes>& texts, int64_t max_states) {
+            std::vector<std::string> strings(texts.begin(), texts.end());
+            const py::gil_scoped_release release;
+            return pdkernels::automaton_of_texts(std::move(strings), max_states);
+          },
+          py::arg("texts"), py::arg("max_states"),
+          "The automaton of some texts with the fewest states. TooLarge: more than `max_states`.")
       .def_property_readonly("states", &ByteAutomaton::states,
                              "States from which a text is accepted; the first one starts.")
       .def_property_readonly(
@@ -137,18 +147,17 @@ Args:
     automaton: a ByteAutomaton with a state.
     tokens: the bytes of each token; none: it is never part of a text.
     ends: ids that may follow a whole text.
-    max_cells, max_work: TooLarge, a ValueError, for more states times classes of tokens, or more pairs of a state and a token
-        that leads on from it.
+    max_work: TooLarge, a ValueError, for more pairs of a state and a token that leads on from it.
 
 Example:
     >>> from pdkernels._host import ByteAutomaton, TokenAutomaton
     >>> ab = ByteAutomaton(3, [(0, 97, 97, 1), (1, 98, 98, 2)], [], 0, 2, 100, 1000)
-    >>> made = TokenAutomaton(ab, [b"a", b"b", b"ab", b""], [3], 1000, 1000)
+    >>> made = TokenAutomaton(ab, [b"a", b"b", b"ab", b""], [3], 1000)
     >>> made.next(0, 2), made.distance(0), made.done
     (2, 1, 3)
 )")
       .def(py::init([](const ByteAutomaton& automaton, const std::vector<py::bytes>& tokens,
-                       const std::vector<int64_t>& ends, int64_t max_cells, int64_t max_work) {
+                       const std::vector<int64_t>& ends, int64_t max_work) {
              std::vector<uint8_t> text;
              std::vector<int64_t> offsets{0};
              for (const py::bytes& token : tokens) {
@@ -163,9 +172,9 @@ Example:
              }
              if (automaton.states() == 0) throw std::invalid_argument("pdkernels.TokenAutomaton: no text is accepted.");
              const py::gil_scoped_release release;
-             return TokenAutomaton(automaton, text, offsets, ends, max_cells, max_work);
+             return TokenAutomaton(automaton, text, offsets, ends, max_work);
            }),
-           py::arg("automaton"), py::arg("tokens"), py::arg("ends"), py::arg("max_cells"), py::arg("max_work"))
+           py::arg("automaton"), py::arg("tokens"), py::arg("ends"), py::arg("max_work"))
       .def_property_readonly("states", &TokenAutomaton::states, "States that tokens reach.")
       .def_property_readonly("classes", &TokenAutomaton::classes, "Classes of tokens that all states treat alike.")
       .def_property_readonly("done", &TokenAutomaton::done, "The state after an end token.")

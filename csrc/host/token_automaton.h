@@ -1,7 +1,7 @@
 // An automaton over the tokens of a vocabulary, and its passes over canvases: rows of tokens where some are still
 // masked.
 //
-// Tokens that every state treats alike form a class, so that a table of states and classes holds all transitions. State
+// Tokens that every state treats alike form a class, and each state lists the classes that lead on from it. State
 // `done()` comes after an end token, where every token may follow. Known tokens of a canvas lead one way, a mask leads
 // every way there is: a forward pass finds the states that the tokens before a position may lead to, a backward pass
 // those that its later ones can complete. The plain form is reference/token_automaton.py.
@@ -19,19 +19,83 @@
 
 namespace pdkernels {
 
+// The tokens of a vocabulary by their bytes: those that begin alike share a path from the root.
+class TokenTree {
+ public:
+  // As in TokenAutomaton.
+  TokenTree(const std::vector<uint8_t>& text, const std::vector<int64_t>& offsets) {
+    for (int64_t id = 0; id + 1 < static_cast<int64_t>(offsets.size()); ++id) {
+      if (offsets[id + 1] > offsets[id]) order_.push_back(id);
+    }
+    const auto first = [&](int64_t id) { return text.begin() + offsets[id]; };
+    const auto last = [&](int64_t id) { return text.begin() + offsets[id + 1]; };
+    std::sort(order_.begin(), order_.end(),
+              [&](int64_t a, int64_t b) { return std::lexicographical_compare(first(a), last(a), first(b), last(b)); });
+    std::vector<size_t> path;  // the nodes of the last token
+    for (size_t n = 0; n < order_.size(); ++n) {
+      const int64_t id = order_[n], length = offsets[id + 1] - offsets[id];
+      int64_t shared = 0;
+      while (shared < std::min(length, static_cast<int64_t>(path.size())) &&
+             nodes_[path[shared]].byte == text[offsets[id] + shared]) {
+        ++shared;
+      }
+      leave(path, shared);
+      for (int64_t at = shared; at < length; ++at) {
+        path.push_back(nodes_.size());
+        nodes_.push_back({text[offsets[id] + at], static_cast<int32_t>(at), 0, n, n});
+      }
+      nodes_[path.back()].last = n + 1;
+    }
+    leave(path, 0);
+    for (const Node& node : nodes_) depth_ = std::max(depth_, node.depth + 1);
+  }
+
+  // Calls `found(id, state)` for every token that leads from `state` to some state.
+  template <typename Found>
+  void walk(const ByteAutomaton& bytes, int32_t state, const Found& found) const {
+    std::vector<int32_t> states(depth_ + 1, state);
+    for (size_t n = 0; n < nodes_.size();) {
+      const Node& node = nodes_[n];
+      const int32_t to = bytes.next[static_cast<size_t>(states[node.depth]) * 256 + node.byte];
+      states[node.depth + 1] = to;
+      for (size_t token = node.first; to >= 0 && token < node.last; ++token) found(order_[token], to);
+      n = to < 0 ? node.end : n + 1;
+    }
+  }
+
+ private:
+  // A node comes before those below it.
+  struct Node {
+    uint8_t byte;
+    int32_t depth;
+    size_t end;          // the first node that is not below
+    size_t first, last;  // of the order: the tokens that end here
+  };
+
+  void leave(std::vector<size_t>& path, int64_t depth) {
+    for (; static_cast<int64_t>(path.size()) > depth; path.pop_back()) nodes_[path.back()].end = nodes_.size();
+  }
+
+  std::vector<int64_t> order_;
+  std::vector<Node> nodes_;
+  int32_t depth_ = 0;
+};
+
 class TokenAutomaton {
  public:
   static constexpr int32_t kDead = -1;
   static constexpr int32_t kFar = std::numeric_limits<int32_t>::max();
 
   // `offsets` (vocabulary + 1) cut `text` into the bytes of the tokens; a token without bytes is never part of a text.
-  // `ends` are the ids that may follow a whole text. TooLarge: more than `max_cells` states times classes, or more than
-  // `max_work` pairs of a state and a token that leads on from it.
+  // `ends` are the ids that may follow a whole text. TooLarge: more than `max_work` pairs of a state and a token that
+  // leads on from it.
   TokenAutomaton(const ByteAutomaton& bytes, const std::vector<uint8_t>& text, const std::vector<int64_t>& offsets,
-                 const std::vector<int64_t>& ends, int64_t max_cells, int64_t max_work)
+                 const std::vector<int64_t>& ends, int64_t max_work)
       : vocabulary_(static_cast<int64_t>(offsets.size()) - 1), class_of_(vocabulary_, 0) {
-    sort_tokens(text, offsets);
-    collect(bytes, text, offsets, ends, max_cells, max_work);
+    const TokenTree tokens(text, offsets);
+    collect(bytes, tokens, max_work);
+    name_classes(ends);
+    list_steps(bytes, tokens, ends);
     measure();
     force(bytes);
   }
@@ -60,8 +124,8 @@ class TokenAutomaton {
   // The bits of the tokens after which at most `budget` more tokens complete the text. Returns how many, and the last
   // of them.
   std::pair<int64_t, int64_t> mask(int32_t state, int64_t budget, int32_t* bits) const {
-    std::vector<uint8_t> fits(classes_);
-    for (int32_t c = 0; c < classes_; ++c) fits[c] = within(follow(state, c), budget);
+    std::vector<uint8_t> fits(classes_, 0);
+    for_steps(state, [&](int32_t c, int32_t to) { fits[c] = within(to, budget); });
     return write(fits, bits);
   }
 
@@ -120,10 +184,7 @@ class TokenAutomaton {
     std::vector<uint8_t> mark(states_ + 1, 0), fits(classes_, 0);
     for (const int32_t state : after) mark[state] = 1;
     for (const int32_t state : before) {
-      for (int32_t c = 0; c < classes_; ++c) {
-        const int32_t to = follow(state, c);
-        fits[c] |= to != kDead && mark[to];
-      }
+      for_steps(state, [&](int32_t c, int32_t to) { fits[c] |= mark[to]; });
     }
     return write(fits, bits);
   }
@@ -136,13 +197,13 @@ class TokenAutomaton {
     const auto found = places(canvas, starts, budget);
     if (found.empty()) return {};
     constexpr double kNever = -std::numeric_limits<double>::infinity();
-    struct Step {
+    struct Origin {
       int32_t before = kDead;
       int64_t token = -1;
     };
     std::vector<double> now(states_ + 1, kNever), then(states_ + 1, kNever);
     std::vector<uint8_t> mark(states_ + 1, 0);
-    std::vector<std::vector<Step>> steps(length, std::vector<Step>(states_ + 1));
+    std::vector<std::vector<Origin>> steps(length, std::vector<Origin>(states_ + 1));
     for (const int32_t state : found[0]) now[state] = 0;
     std::vector<int64_t> token(classes_);
     std::vector<double> score(classes_);
@@ -169,9 +230,9 @@ class TokenAutomaton {
         scores += vocabulary_;
         for (const int32_t state : found[at]) {
           if (now[state] == kNever) continue;
-          for (int32_t c = 0; c < classes_; ++c) {
-            if (token[c] >= 0) reach(state, follow(state, c), score[c], token[c]);
-          }
+          for_steps(state, [&](int32_t c, int32_t to) {
+            if (token[c] >= 0) reach(state, to, score[c], token[c]);
+          });
         }
       }
       for (const int32_t state : found[at + 1]) mark[state] = 0;
@@ -191,8 +252,25 @@ class TokenAutomaton {
   }
 
  private:
+  struct Step {
+    int32_t by, to;  // class, state
+  };
+
   int32_t follow(int32_t state, int32_t c) const {
-    return state == done() ? done() : table_[static_cast<size_t>(state) * classes_ + c];
+    if (state == done()) return done();
+    const auto first = steps_.begin() + first_step_[state], last = steps_.begin() + first_step_[state + 1];
+    const auto found = std::lower_bound(first, last, c, [](const Step& step, int32_t name) { return step.by < name; });
+    return found != last && found->by == c ? found->to : kDead;
+  }
+
+  // Calls body(class, state) for all classes that lead on from a state.
+  template <typename Body>
+  void for_steps(int32_t state, const Body& body) const {
+    if (state == done()) {
+      for (int32_t c = 0; c < classes_; ++c) body(c, done());
+      return;
+    }
+    for (int64_t n = first_step_[state]; n < first_step_[state + 1]; ++n) body(steps_[n].by, steps_[n].to);
   }
 
   bool within(int32_t state, int64_t budget) const { return state != kDead && distance(state) <= budget; }
@@ -212,139 +290,98 @@ class TokenAutomaton {
     return {count, last};
   }
 
-  // In the order of their bytes, a token shares its first bytes with the one before it.
-  void sort_tokens(const std::vector<uint8_t>& text, const std::vector<int64_t>& offsets) {
-    for (int64_t id = 0; id < vocabulary_; ++id) {
-      if (offsets[id + 1] > offsets[id]) order_.push_back(id);
-    }
-    const auto bytes = [&](int64_t id) { return text.begin() + offsets[id]; };
-    std::sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
-      const auto a_end = text.begin() + offsets[a + 1], b_end = text.begin() + offsets[b + 1];
-      return std::lexicographical_compare(bytes(a), a_end, bytes(b), b_end);
-    });
-    shared_.assign(order_.size(), 0);
-    for (size_t n = 1; n < order_.size(); ++n) {
-      const int64_t a = order_[n - 1], b = order_[n];
-      const int64_t most = std::min(offsets[a + 1] - offsets[a], offsets[b + 1] - offsets[b]);
-      while (shared_[n] < most && bytes(a)[shared_[n]] == bytes(b)[shared_[n]]) ++shared_[n];
-    }
-  }
-
-  // Calls `found(id, state)` for every token that leads from `state` to some state.
-  template <typename Found>
-  void walk(const ByteAutomaton& bytes, const std::vector<uint8_t>& text, const std::vector<int64_t>& offsets,
-            int32_t state, Found found) const {
-    std::vector<int32_t> path{state};  // the states after each byte of the last token, as far as it goes
-    for (size_t n = 0; n < order_.size(); ++n) {
-      const int64_t id = order_[n], length = offsets[id + 1] - offsets[id];
-      if (shared_[n] >= static_cast<int64_t>(path.size())) continue;  // it fails where the one before failed
-      path.resize(shared_[n] + 1);
-      int32_t here = path.back();
-      for (int64_t at = shared_[n]; at < length; ++at) {
-        here = bytes.next[static_cast<size_t>(here) * 256 + text[offsets[id] + at]];
-        if (here < 0) break;
-        path.push_back(here);
-      }
-      if (here >= 0) found(id, here);
-    }
-  }
-
-  void collect(const ByteAutomaton& bytes, const std::vector<uint8_t>& text, const std::vector<int64_t>& offsets,
-               const std::vector<int64_t>& ends, int64_t max_cells, int64_t max_work) {
-    std::vector<int32_t> number(bytes.states(), kDead), queue;
-    std::vector<int64_t> members{vocabulary_};
+  void collect(const ByteAutomaton& bytes, const TokenTree& tokens, int64_t max_work) {
+    std::vector<uint8_t> seen(bytes.states(), 0);
     const auto reach = [&](int32_t state) {
-      if (number[state] == kDead) {
-        number[state] = static_cast<int32_t>(queue.size());
-        queue.push_back(state);
-      }
+      if (seen[state]) return;
+      seen[state] = 1;
+      byte_states_.push_back(state);
     };
     reach(0);
+    std::vector<int64_t> members{vocabulary_};
+    std::vector<int32_t> unused;
     std::vector<std::pair<int64_t, int32_t>> alive;
-    for (size_t at = 0; at < queue.size(); ++at) {
+    for (size_t at = 0; at < byte_states_.size(); ++at) {
       alive.clear();
-      walk(bytes, text, offsets, queue[at], [&](int64_t id, int32_t to) {
+      tokens.walk(bytes, byte_states_[at], [&](int64_t id, int32_t to) {
         reach(to);
         alive.emplace_back(id, to);
       });
-      split(alive, members);
+      split(alive, members, unused);
       max_work -= static_cast<int64_t>(alive.size());
       if (max_work < 0) throw TooLarge("work");
-      if (static_cast<int64_t>(queue.size() * members.size()) > max_cells) throw TooLarge("cells");
     }
-    byte_states_ = queue;
-    std::vector<std::pair<int64_t, int32_t>> marked;
-    for (const int64_t id : ends) marked.emplace_back(id, 0);
-    split(marked, members);
-
-    states_ = static_cast<int64_t>(queue.size());
-    std::vector<int32_t> renamed(members.size(), kDead);
-    std::vector<int64_t> example;
-    for (int64_t id = 0; id < vocabulary_; ++id) {
-      int32_t& name = renamed[class_of_[id]];
-      if (name == kDead) {
-        name = static_cast<int32_t>(example.size());
-        example.push_back(id);
-      }
-      class_of_[id] = name;
-    }
-    classes_ = static_cast<int64_t>(example.size());
-    std::vector<uint8_t> is_end(classes_, 0);
-    for (const int64_t id : ends) is_end[class_of_[id]] = 1;
-    table_.assign(static_cast<size_t>(states_) * classes_, kDead);
-    accepting_.resize(states_);
-    following_.resize(states_ + 1);
-    for (int32_t state = 0; state < states_; ++state) {
-      accepting_[state] = bytes.accepting[queue[state]];
-      for (int32_t c = 0; c < classes_; ++c) {
-        int32_t& cell = table_[static_cast<size_t>(state) * classes_ + c];
-        if (is_end[c]) {
-          cell = accepting_[state] ? done() : kDead;
-          continue;
-        }
-        int32_t here = queue[state];
-        const int64_t first = offsets[example[c]], last = offsets[example[c] + 1];
-        for (int64_t byte = first; here >= 0 && byte < last; ++byte) {
-          here = bytes.next[static_cast<size_t>(here) * 256 + text[byte]];
-        }
-        cell = here < 0 || first == last ? kDead : number[here];
-      }
-      auto& to = following_[state];
-      const auto* line = &table_[static_cast<size_t>(state) * classes_];
-      std::copy_if(line, line + classes_, std::back_inserter(to), [](int32_t one) { return one != kDead; });
-      std::sort(to.begin(), to.end());
-      to.erase(std::unique(to.begin(), to.end()), to.end());
-    }
-    following_[states_] = {done()};
+    states_ = static_cast<int64_t>(byte_states_.size());
   }
 
-  // Parts each class by where its tokens lead; `alive` has those that lead somewhere.
-  void split(const std::vector<std::pair<int64_t, int32_t>>& alive, std::vector<int64_t>& members) {
+  // Parts each class by where its tokens lead; `alive` has those that lead somewhere. `unused` are names of classes
+  // that have no members any more.
+  void split(const std::vector<std::pair<int64_t, int32_t>>& alive, std::vector<int64_t>& members,
+             std::vector<int32_t>& unused) {
     std::unordered_map<uint64_t, int32_t> fresh;
+    std::vector<int32_t> emptied;
     uint64_t last_key = ~uint64_t{0};
     int32_t last_class = 0;
     for (const auto& [id, to] : alive) {
       const uint64_t key = (static_cast<uint64_t>(class_of_[id]) << 32) | static_cast<uint32_t>(to);
       if (key != last_key) {
-        const auto [place, added] = fresh.emplace(key, static_cast<int32_t>(members.size()));
-        if (added) members.push_back(0);
+        const auto [place, added] = fresh.emplace(key, 0);
+        if (added && unused.empty()) {
+          place->second = static_cast<int32_t>(members.size());
+          members.push_back(0);
+        } else if (added) {
+          place->second = unused.back();
+          unused.pop_back();
+        }
         last_key = key;
         last_class = place->second;
       }
-      --members[class_of_[id]];
+      if (--members[class_of_[id]] == 0) emptied.push_back(class_of_[id]);
       ++members[last_class];
       class_of_[id] = last_class;
     }
-    // Where nothing was parted, the old name is as good.
-    std::vector<int32_t> renamed(members.size());
-    std::vector<int64_t> left;
-    for (size_t name = 0; name < members.size(); ++name) {
-      renamed[name] = static_cast<int32_t>(left.size());
-      if (members[name] > 0) left.push_back(members[name]);
+    unused.insert(unused.end(), emptied.begin(), emptied.end());
+  }
+
+  // Ends are classes of their own, and classes are numbered by their first tokens.
+  void name_classes(const std::vector<int64_t>& ends) {
+    std::vector<uint8_t> is_end(vocabulary_, 0);
+    for (const int64_t id : ends) is_end[id] = 1;
+    std::unordered_map<int64_t, int32_t> names;
+    for (int64_t id = 0; id < vocabulary_; ++id) {
+      const auto [place, added] = names.emplace(2 * class_of_[id] + is_end[id], static_cast<int32_t>(classes_));
+      classes_ += added;
+      class_of_[id] = place->second;
     }
-    if (left.size() == members.size()) return;
-    for (int32_t& name : class_of_) name = renamed[name];
-    members = std::move(left);
+  }
+
+  void list_steps(const ByteAutomaton& bytes, const TokenTree& tokens, const std::vector<int64_t>& ends) {
+    std::vector<int32_t> number(bytes.states(), kDead);
+    for (int32_t state = 0; state < states_; ++state) number[byte_states_[state]] = state;
+    std::vector<int32_t> last_state(classes_, kDead);
+    accepting_.resize(states_);
+    following_.resize(states_ + 1);
+    first_step_.push_back(0);
+    for (int32_t state = 0; state < states_; ++state) {
+      const auto add = [&](int64_t id, int32_t to) {
+        const int32_t c = class_of_[id];
+        if (last_state[c] == state) return;
+        last_state[c] = state;
+        steps_.push_back({c, to});
+        following_[state].push_back(to);
+      };
+      tokens.walk(bytes, byte_states_[state], [&](int64_t id, int32_t to) { add(id, number[to]); });
+      accepting_[state] = bytes.accepting[byte_states_[state]];
+      for (size_t n = 0; accepting_[state] && n < ends.size(); ++n) add(ends[n], done());
+      std::sort(steps_.begin() + first_step_.back(), steps_.end(),
+                [](const Step& a, const Step& b) { return a.by < b.by; });
+      first_step_.push_back(static_cast<int64_t>(steps_.size()));
+      auto& to = following_[state];
+      std::sort(to.begin(), to.end());
+      to.erase(std::unique(to.begin(), to.end()), to.end());
+      to.shrink_to_fit();
+    }
+    following_[states_] = {done()};
   }
 
   void measure() {
@@ -386,8 +423,8 @@ class TokenAutomaton {
 
   int64_t vocabulary_, states_ = 0, classes_ = 0;
   std::vector<int32_t> class_of_;
-  std::vector<int64_t> order_, shared_;
-  std::vector<int32_t> table_;
+  std::vector<int64_t> first_step_;  // of each state
+  std::vector<Step> steps_;
   std::vector<uint8_t> accepting_;
   std::vector<std::vector<int32_t>> following_;  // of each state, the states after some token
   std::vector<int32_t> distance_, byte_states_;

@@ -19,7 +19,6 @@ from pdkernels.grammar.schema_keywords import Unknown, warning_of
 from pdkernels.grammar.vocabulary import Vocabulary, vocabulary_of
 
 _FAR = 2**31 - 1
-_MAX_CELLS = 2**26
 _MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
 _SIZES = ((256, 64, 2), (32, 64, 1), (8, 1, 0))
@@ -215,9 +214,7 @@ class Grammar:
         vocabulary = self._checked_vocabulary(model, end_tokens)
         automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
         try:
-            token_automaton = _host.TokenAutomaton(
-                automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK
-            )
+            token_automaton = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_WORK)
         except _host.TooLarge:
             fault = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
             raise ValueError(sentence(OP, fault, TOO_LARGE)) from None

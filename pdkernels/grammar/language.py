@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -13,9 +13,12 @@ from pdkernels.grammar.budget import WORK_PER_STEP, current, spend
 
 MAX_STATES = 100_000
 """Of the nondeterministic automaton: what an expression unfolds to."""
-_MAX_DETERMINISTIC = 20_000
+MAX_DETERMINISTIC = 20_000
+_MAX_OF_TEXTS = 65_536
+"""Of the automaton of a list of texts: 64 MiB."""
+_MANY = 16
+"""So many alternatives that are texts have an automaton of their own."""
 _MAX_WORK = 20_000_000
-_MAX_EDGES = 400_000
 TOO_LARGE = "Shorten its repetitions, or set longest for those of a schema."
 
 Ranges = tuple[tuple[int, int], ...]
@@ -30,7 +33,7 @@ class TooLarge(ValueError):
     """An expression or an automaton has more states than it may have."""
 
 
-def _check_size(large: bool, fault: str) -> None:
+def check_size(large: bool, fault: str) -> None:
     if large:
         raise TooLarge(sentence(OP, fault, TOO_LARGE))
 
@@ -106,6 +109,35 @@ def text(characters: str) -> Expression:
     """These characters."""
     check_text(OP, characters, "a text")
     return Seq(tuple(Chars(((ord(character), ord(character)),)) for character in characters))
+
+
+def written_text(expression: Expression) -> bytes | None:
+    """The one text that an expression is written as, character by character.
+
+    >>> written_text(text("hé")), written_text(Repeat(text("h"), 1, 1))
+    (b'h\\xc3\\xa9', None)
+    """
+    characters = expression.items if isinstance(expression, Seq) else (expression,)
+    codes = []
+    for character in characters:
+        if not isinstance(character, Chars) or len(character.ranges) != 1:
+            return None
+        (first, last), *_ = character.ranges
+        if first != last:
+            return None
+        codes.append(first)
+    return "".join(map(chr, codes)).encode("utf-8", "surrogatepass")
+
+
+def automaton_of(texts: Sequence[bytes], source: str) -> _host.ByteAutomaton:
+    """The smallest automaton of some texts, which errors call `source`."""
+    try:
+        automaton = _host.ByteAutomaton.of_texts(texts, _MAX_OF_TEXTS)
+    except _host.TooLarge:
+        fault = f"the automaton of {source} has more than {_MAX_OF_TEXTS} states"
+        raise TooLarge(sentence(OP, fault, TOO_LARGE)) from None
+    spend(automaton.work // WORK_PER_STEP + automaton.states)
+    return automaton
 
 
 def optional(expression: Expression) -> Expression:
@@ -204,7 +236,7 @@ class _Builder:
 
     def state(self) -> int:
         self.states += 1
-        _check_size(self.states > MAX_STATES, f"{self._words} unfolds to more than {MAX_STATES} states")
+        check_size(self.states > MAX_STATES, f"{self._words} unfolds to more than {MAX_STATES} states")
         return self.states - 1
 
     def either(self, *ways: int) -> int:
@@ -233,7 +265,7 @@ class _Builder:
             for item in reversed(expression.items):
                 start = self.add(item, start)
         elif isinstance(expression, Alt):
-            start = self.either(*(self.add(item, end) for item in expression.items))
+            start = self.either(*(self.add(item, end) for item in self._with_texts_joined(expression.items)))
         elif isinstance(expression, Repeat):
             start = self._repeated(expression, end)
         elif isinstance(expression, Subsequence):
@@ -247,6 +279,18 @@ class _Builder:
             self.empty += [(start + state, end) for state in expression.accepting]
         self._starts[key] = start
         return start
+
+    def _with_texts_joined(self, items: tuple[Expression, ...]) -> tuple[Expression, ...]:
+        """Alternatives, with the smallest automaton of those that are texts in their place, if they are many."""
+        texts = {n: written for n, item in enumerate(items) if (written := written_text(item)) is not None}
+        if len(texts) < _MANY:
+            return items
+        automaton = automaton_of(list(texts.values()), self._words)
+        edges = [(state, *run) for state, runs in enumerate(automaton.runs) for run in runs]
+        accepting = tuple(state for state, ends in enumerate(automaton.accepting) if ends)
+        joined = Machine(automaton.states, tuple(edges), accepting)
+        self._kept.append(joined)
+        return joined, *(item for n, item in enumerate(items) if n not in texts)
 
     def _tail(self, line: tuple[tuple[int, int], ...], end: int) -> int:
         """The state from which the last bytes of a character lead to `end`."""
@@ -335,92 +379,28 @@ def compiled(expression: Expression, source: str) -> _host.ByteAutomaton:
     >>> compiled(Repeat(text("ab"), 1, 2), "it").accepts(b"abab")
     True
     """
-    automaton = _determinised(expression, source)
+    automaton = determinised(expression, source)
     refuse(automaton.states == 0, OP, f"no text satisfies {source}")
     return automaton
 
 
-def _determinised(expression: Expression, source: str) -> _host.ByteAutomaton:
+def determinised(expression: Expression, source: str) -> _host.ByteAutomaton:
     """The automaton of an expression; without states if no text satisfies it."""
+    texts = [written_text(item) for item in expression.items] if isinstance(expression, Alt) else []
+    written = [each for each in texts if each is not None]
+    if len(written) == len(texts) >= _MANY:
+        return automaton_of(written, source)
     builder, start, end = unfolded(expression, source)
     work = min(_MAX_WORK, current().work)
     try:
         automaton = _host.ByteAutomaton(
-            builder.states, builder.edges, builder.empty, start, end, _MAX_DETERMINISTIC, work
+            builder.states, builder.edges, builder.empty, start, end, MAX_DETERMINISTIC, work
         )
     except _host.TooLarge:
         spend(0 if work == _MAX_WORK else work // WORK_PER_STEP + 1)
         raise TooLarge(sentence(OP, f"the automaton of {source} is too large", TOO_LARGE)) from None
     spend(automaton.work // WORK_PER_STEP + automaton.states)
     return automaton
-
-
-def both(first: Expression, second: Expression, source: str) -> Expression:
-    """The texts of two expressions at once, by the product of their automata.
-
-    >>> vowel, short = Repeat(Chars(((97, 97), (101, 101))), 0, None), Repeat(Chars(((97, 122),)), 2, 3)
-    >>> made = compiled(both(vowel, short, "it"), "it")
-    >>> made.accepts(b"aea"), made.accepts(b"aeae"), made.accepts(b"ab")
-    (True, False, False)
-    """
-    return _product(first, second, source, True)
-
-
-def without(first: Expression, second: Expression, source: str) -> Expression:
-    """The texts of an expression that are none of the other.
-
-    >>> made = compiled(without(Repeat(Chars(((97, 98),)), 1, 2), text("ab"), "it"), "it")
-    >>> made.accepts(b"ab"), made.accepts(b"a"), made.accepts(b"bb")
-    (False, True, True)
-    """
-    return _product(first, second, source, False)
-
-
-def _product(first_language: Expression, second_language: Expression, source: str, intersect: bool) -> Expression:
-    """The texts of the first language that the second has, or has not."""
-    first, second = _determinised(first_language, source), _determinised(second_language, source)
-    if first.states == 0 or second.states == 0:
-        return NOTHING if intersect or first.states == 0 else first_language
-    lines, other_runs = first.runs, [*second.runs, []]  # state -1 has none
-    ends, other_ends = first.accepting, second.accepting
-    start = (0, 0)
-    number, queue, edges = {start: 0}, [start], list[tuple[int, int, int, int]]()
-    for here in queue:
-        before = len(edges)
-        for low, high, to, beside in _joined(lines[here[0]], other_runs[here[1]]):
-            if intersect and beside < 0:
-                continue
-            pair = (to, beside)
-            if pair not in number:
-                number[pair] = len(queue)
-                queue.append(pair)
-            edges.append((number[here], low, high, number[pair]))
-        spend(1 + len(edges) - before)
-        large = len(queue) > _MAX_DETERMINISTIC or len(edges) > _MAX_EDGES
-        _check_size(large, f"the automaton of {source} is too large")
-    accepting = [n for n, (a, b) in enumerate(queue) if ends[a] and (b >= 0 and other_ends[b]) == intersect]
-    return Machine(len(queue), tuple(edges), tuple(accepting)) if accepting else NOTHING
-
-
-def _joined(
-    runs: list[tuple[int, int, int]], other_runs: list[tuple[int, int, int]]
-) -> Iterator[tuple[int, int, int, int]]:
-    """The ranges of `runs`, parted by those of `others`, and where both lead; -1: the second nowhere."""
-    at = 0
-    for low, high, to in runs:
-        while at < len(other_runs) and other_runs[at][1] < low:
-            at += 1
-        next_ = at
-        while low <= high:
-            if next_ == len(other_runs) or other_runs[next_][0] > high:
-                yield low, high, to, -1
-                break
-            first, last, beside = other_runs[next_]
-            if low < first:
-                yield low, first - 1, to, -1
-                low = first
-            yield low, min(high, last), to, beside
-            low, next_ = min(high, last) + 1, next_ + 1
 
 
 def sequence(*items: Expression | str) -> Expression:

@@ -17,15 +17,14 @@ from pdkernels.grammar.language import (
     Repeat,
     Seq,
     TooLarge,
-    both,
     either,
     is_nothing,
     optional,
     text,
-    without,
 )
 from pdkernels.grammar.machines import deterministic
 from pdkernels.grammar.numbers import numbers
+from pdkernels.grammar.products import both, without
 from pdkernels.grammar.schema_apart import OF_OBJECTS, OF_STRINGS, holds, told_apart
 from pdkernels.grammar.schema_arrays import Arrays
 from pdkernels.grammar.schema_keywords import KEYWORDS, TYPES, Unknown, check_keywords, check_values, is_note, kinds_of

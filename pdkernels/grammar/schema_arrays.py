@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdkernels.grammar.language import EMPTY, NOTHING, Alt, Expression, Repeat, Seq, both, either, is_nothing, separated
+from pdkernels.grammar.language import EMPTY, NOTHING, Alt, Expression, Repeat, Seq, either, is_nothing, separated
+from pdkernels.grammar.products import both
 from pdkernels.grammar.schema_keywords import counts
 from pdkernels.grammar.schema_merge import Flat, Merged, different, is_among, together, unsupported
 from pdkernels.grammar.schema_parts import Parts

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from decimal import Decimal, localcontext
 from typing import Any, NamedTuple
 
-from pdkernels.grammar.language import NOTHING, Alt, Expression, Seq, both, is_nothing, without
+from pdkernels.grammar.language import NOTHING, Alt, Expression, Seq, is_nothing
 from pdkernels.grammar.numbers import MAX_FRACTION, POINTED, SHORT, Range, integers, multiples, numbers
+from pdkernels.grammar.products import both, without
 from pdkernels.grammar.schema_formats import OF_NUMBERS
 from pdkernels.grammar.schema_merge import FRACTIONAL, NO_MULTIPLE, unsupported
 

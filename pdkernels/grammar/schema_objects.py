@@ -7,19 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from pdkernels.grammar.language import (
-    EMPTY,
-    NOTHING,
-    Alt,
-    Expression,
-    Seq,
-    both,
-    compiled,
-    either,
-    is_nothing,
-    separated,
-    without,
-)
+from pdkernels.grammar.language import EMPTY, NOTHING, Alt, Expression, Seq, compiled, either, is_nothing, separated
+from pdkernels.grammar.products import both, without
 from pdkernels.grammar.schema_keywords import counts
 from pdkernels.grammar.schema_merge import property_of, together, unsupported
 from pdkernels.grammar.schema_parts import Parts

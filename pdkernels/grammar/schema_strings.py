@@ -17,13 +17,13 @@ from pdkernels.grammar.language import (
     Repeat,
     Seq,
     Subsequence,
-    both,
     complement,
     normal,
     sequence,
     text,
 )
 from pdkernels.grammar.machines import smallest
+from pdkernels.grammar.products import both
 from pdkernels.grammar.regex import ANYTHING, parsed
 from pdkernels.grammar.schema_formats import ANY, PATTERNS
 from pdkernels.grammar.schema_keywords import counts

@@ -190,7 +190,7 @@ def test_texts_and_canvases_have_the_same_language(texts: str) -> None:
             grammar = Grammar.json_schema(writer.schema(), texts=texts, unknown="ignore")  # type: ignore[arg-type]
         except (NotImplementedError, ValueError):
             continue
-        over = _host.TokenAutomaton(grammar.automaton, BYTES, [END], 2**26, 10**8)
+        over = _host.TokenAutomaton(grammar.automaton, BYTES, [END], 10**8)
         words = np.zeros(9, dtype=np.int32)
         values = [json.dumps(writer.value(), ensure_ascii=False) for _ in range(6)]
         for text in [*drawn(grammar, 3, seed), *values]:

@@ -1,6 +1,7 @@
 // The filters of a row's distribution: top-k, top-p, min-p, typical-p. The largest logits of strips tell where tokens
 // can pass, so only those strips are read again, and everything else happens among these candidates, in double
-// precision.
+// precision. Where there are too many, or where the sums of the other tokens are not exact enough to tell which ones
+// pass, whole_row.h decides.
 #pragma once
 
 #include "logit_filters.h"
@@ -55,12 +56,16 @@ PDK_INLINE KeyRange range_of(const double* keys, int64_t count) {
   return range;
 }
 
+struct Cut {
+  double key, before, upto;  // the masses of smaller keys, and of these and its own
+};
+
 // The smallest key for which the masses of all keys up to it reach `target`, else the largest key. Reorders its
 // arguments. A step halves the range of the keys that are left.
-inline double key_at_mass(double* keys, double* masses, int64_t count, double target) {
+inline Cut key_at_mass(double* keys, double* masses, int64_t count, double target) {
   for (double before = 0;;) {
     const auto [low, high] = range_of(keys, count);
-    if (!(low < high)) return high;
+    if (!(low < high)) return {high, before, before + mass_until(keys, masses, count, high)};
     double middle = low + (high - low) / 2;
     if (!(middle < high)) middle = low;
     const double mass = mass_until(keys, masses, count, middle);
@@ -76,8 +81,10 @@ inline double key_at_mass(double* keys, double* masses, int64_t count, double ta
   }
 }
 
-// More tokens than these are summed from float exponentials.
-constexpr int64_t kExactly = 4096;
+// So many tokens at most are candidates.
+constexpr int64_t kCandidates = 4096;
+// The relative error of the sums over all tokens: they are of float exponentials, whose exponents are rounded.
+constexpr double kTotalError = 4e-6;
 
 // Tokens of a row with their logits, in the order of their ids.
 struct Candidates {
@@ -99,31 +106,17 @@ struct Candidates {
   double weigh(float largest, double temperature) {
     const double inv_temperature = 1 / temperature;
     double total = 0;
-    if (count <= kExactly) {
-      for (int64_t i = 0; i < count; ++i) {
-        masses[i] = __builtin_exp((static_cast<double>(logits[i]) - largest) * inv_temperature);
-        total += masses[i];
-      }
-      return total;
+    for (int64_t i = 0; i < count; ++i) {
+      masses[i] = __builtin_exp((static_cast<double>(logits[i]) - largest) * inv_temperature);
+      total += masses[i];
     }
-    const float factor = static_cast<float>(inv_temperature);
-    for_vectors(0, count, [&](int64_t at, auto lanes) {
-      Vec x = (load(logits + at, lanes, -kInfinity) - largest) * factor;
-      x = x < kLeastExponent ? splat(kLeastExponent) : x;
-      const Vec e = exponential_term(x);
-      for (int lane = 0; lane < kLanes && at + lane < count; ++lane) masses[at + lane] = e[lane];
-    });
-    Doubles sums{};
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) sums += *reinterpret_cast<const LooseDoubles*>(masses + i);
-    for (; i < count; ++i) total += masses[i];
-    return total + sum_of(sums);
+    return total;
   }
 
-  // The smallest logit up to which the masses of the largest ones reach `target`.
-  float logit_at_mass(double target) {
+  // The cut of the largest logits whose masses reach `target`; its key is -logit.
+  Cut cut_at_mass(double target) {
     for (int64_t i = 0; i < count; ++i) keys[i] = -static_cast<double>(logits[i]);
-    return static_cast<float>(-key_at_mass(keys, masses, count, target));
+    return key_at_mass(keys, masses, count, target);
   }
 };
 
@@ -181,7 +174,7 @@ PDK_INLINE RowFacts facts_of(const TokenStatisticsArgs& args, int64_t r, const V
 PDK_INLINE float candidate_bound(const TokenStatisticsArgs& args, const RowFacts& facts, float floor, const Vec* peaks,
                                  int64_t vectors) {
   if (args.keeps_top_k()) return common_bound(peaks, vectors, args.keep_top_k, facts.sums.largest);
-  if (args.width <= kExactly) return -kInfinity;
+  if (args.width <= kCandidates) return -kInfinity;
   const double share = 1 - (args.filters_all_by_typical_p() ? args.typical_p : args.top_p);
   if (share <= 0) return floor;
   // All tokens below this one together have less than this share of the mass.
@@ -192,14 +185,14 @@ PDK_INLINE float candidate_bound(const TokenStatisticsArgs& args, const RowFacts
 }
 
 // Drops the candidates, which are all tokens from `bound` on, that do not pass, and returns the logits that do. Sets
-// `whole` to false if it takes more candidates to decide.
+// `whole` to false if it takes the others to decide.
 PDK_INLINE Passing pass(const TokenStatisticsArgs& args, const RowFacts& facts, float floor, float bound,
                         Candidates& found, bool& whole) {
   const double temperature = args.softmax_temperature();
   Passing passing{floor, kInfinity};
   if (args.keeps_top_k() && found.count > args.keep_top_k) {
     for (int64_t i = 0; i < found.count; ++i) found.masses[i] = 1;
-    found.keep({found.logit_at_mass(static_cast<double>(args.keep_top_k)), kInfinity});
+    found.keep({static_cast<float>(-found.cut_at_mass(static_cast<double>(args.keep_top_k)).key), kInfinity});
   }
   const auto raise = [&](float low) { passing.low = low > passing.low ? low : passing.low; };
   if (args.keeps_top_k()) {
@@ -208,12 +201,19 @@ PDK_INLINE Passing pass(const TokenStatisticsArgs& args, const RowFacts& facts, 
     raise(smallest);
   }
   if (args.top_p < 1) {
-    const double total = found.weigh(facts.sums.largest, temperature);
+    const double weight = found.weigh(facts.sums.largest, temperature);
     const bool all = args.keeps_top_k() || bound == -kInfinity;
-    raise(found.logit_at_mass(args.top_p * (all ? total : facts.sums.total)));
+    const double target = args.top_p * (all ? weight : facts.sums.total), slack = all ? 0 : kTotalError * target;
+    const Cut cut = found.cut_at_mass(target);
+    raise(static_cast<float>(-cut.key));
+    const int64_t before = found.count;
+    found.keep(passing);
+    const bool none_dropped = found.count == before && bound == floor;
+    whole = all || (cut.before < target - slack && (cut.upto >= target + slack || none_dropped));
+    if (!whole) return passing;
+  } else {
+    found.keep(passing);
   }
-  found.keep(passing);
-  whole = true;
   if (args.typical_p >= 1) return passing;
 
   // The distribution is that of the candidates, or of all tokens, of which the candidates are the more probable ones.
@@ -229,10 +229,22 @@ PDK_INLINE Passing pass(const TokenStatisticsArgs& args, const RowFacts& facts, 
   const double entropy = log_total - weighted / total;
   const auto distance = [&](float logit) { return __builtin_fabs(log_total - exponent_of(logit) - entropy); };
   for (int64_t i = 0; i < found.count; ++i) found.keys[i] = distance(found.logits[i]);
-  const double reach = key_at_mass(found.keys, found.masses, found.count, args.typical_p * total);
-  // Tokens below the bound are further from the entropy than it is.
-  whole = !all || (weight >= args.typical_p * total && log_total - exponent_of(bound) - entropy > reach);
-  if (!whole) return passing;
+  const double target = args.typical_p * total;
+  const Cut cut = key_at_mass(found.keys, found.masses, found.count, target);
+  const double reach = cut.key;
+  if (all) {
+    // Tokens below the bound are further from the entropy than it is.
+    const double slack = kTotalError * target, error = 3 * kTotalError * (1 + __builtin_fabs(weighted / total));
+    whole = cut.before < target - slack && cut.upto >= target + slack &&
+            log_total - exponent_of(bound) - entropy > reach + error;
+    float at_reach = kInfinity;
+    for (int64_t i = 0; i < found.count && whole; ++i) {
+      if (__builtin_fabs(distance(found.logits[i]) - reach) > error) continue;
+      whole = at_reach == kInfinity || at_reach == found.logits[i];
+      at_reach = found.logits[i];
+    }
+    if (!whole) return passing;
+  }
   passing = {kInfinity, -kInfinity};
   for (int64_t i = 0; i < found.count; ++i) {
     if (distance(found.logits[i]) > reach) continue;

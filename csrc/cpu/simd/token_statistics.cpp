@@ -5,7 +5,7 @@
 #include "ops/token_statistics.h"
 #include "kernels.h"
 #include "random_words.h"
-#include "token_filters.h"
+#include "whole_row.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
@@ -27,8 +27,8 @@ PDK_INLINE void insert(uint64_t* top, int count, uint64_t key) {
 
 constexpr int kStrips = kVocabularyPart / kStrip;
 static_assert(kStrip == kVocabularyStrip);
-// So few tokens are sampled from directly.
-constexpr int64_t kFew = 1024;
+// So few tokens are sampled from directly, one by one: each takes as long as some 32 in vectors.
+PDK_INLINE int64_t few_of(int64_t width) { return larger(1024, width / 32); }
 constexpr Passing kSettled{kInfinity, -kInfinity};
 
 PDK_INLINE bool is_settled(Passing passing) { return passing.low > passing.high; }
@@ -299,10 +299,12 @@ void survey_part(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners&
   survey<float>(args, staged, count, begin, peaks, runners, part);
 }
 
-// The tokens from the strips in which one reaches `bound`.
+// The tokens from `bound` on. Returns false, without having found all, if there are more than `most`.
 template <class T>
-PDK_INLINE void collect(const TokenStatisticsArgs& args, int64_t r, float bound, const Vec* peaks, Candidates& found) {
+PDK_INLINE bool collect(const TokenStatisticsArgs& args, int64_t r, float bound, int64_t most, Candidates& found) {
+  const Vec* peaks = peaks_of(args, r);
   const T* logits = args.logits_of<T>(r);
+  found.count = 0;
   alignas(64) float staged[kStrip];
   const auto add = [&](const auto* from, int64_t first, int64_t last) {
     for_vectors(first, last, [&](int64_t at, auto lanes) {
@@ -313,12 +315,17 @@ PDK_INLINE void collect(const TokenStatisticsArgs& args, int64_t r, float bound,
       });
     });
   };
-  for_strips(0, args.width, [&](int64_t first, int64_t last) {
-    if (bits_of(peaks[first / kStrip] >= bound) == 0) return;
-    if (!edits(args, first, last)) return add(logits + first, first, last);
-    stage(args, r, logits, first, last, staged);
-    add(staged, first, last);
-  });
+  for (int64_t first = 0; first < args.width && found.count <= most; first += kStrip) {
+    if (bits_of(peaks[first / kStrip] >= bound) == 0) continue;
+    const int64_t last = smaller(first + kStrip, args.width);
+    if (edits(args, first, last)) {
+      stage(args, r, logits, first, last, staged);
+      add(staged, first, last);
+    } else {
+      add(logits + first, first, last);
+    }
+  }
+  return found.count <= most;
 }
 
 // Computes what filters change from the few tokens that they leave.
@@ -346,27 +353,51 @@ void settle(const TokenStatisticsArgs& args, int64_t r, const Candidates& found)
   }
 }
 
+// A row's logits as floats, filtered.
+template <class T>
+void copy_row(const TokenStatisticsArgs& args, int64_t r, float* to) {
+  const T* logits = args.logits_of<T>(r);
+  for_strips(0, args.width, [&](int64_t first, int64_t last) {
+    if (edits(args, first, last)) return stage(args, r, logits, first, last, to + first);
+    for_vectors(first, last, [&](int64_t at, auto lanes) { store(to + at, load(logits + at, lanes), lanes); });
+  });
+}
+
 // Finds the logits that pass. Where few tokens have them, nothing is left to do for the row.
 template <class T>
 void narrow(const TokenStatisticsArgs& args, int64_t r) {
   const Vec* peaks = peaks_of(args, r);
-  const int64_t strips = args.num_strips(), width = args.width;
+  const int64_t strips = args.num_strips(), width = args.width, few = few_of(width);
   args.passing[r] = all_pass();
   const RowFacts facts = facts_of(args, r, peaks, strips);
   if (facts.undefined) return;
   const double drop = args.min_p > 0 ? args.softmax_temperature() * __builtin_log(args.min_p) : 0;
   const float floor = args.min_p > 0 ? at_least(facts.sums.largest + drop) : -kInfinity;
-  double* scratch =
-      reinterpret_cast<double*>(thread_scratch(width * (2 * static_cast<int64_t>(sizeof(double)) + 8) + 64));
-  float* logits = reinterpret_cast<float*>(scratch + 2 * width);
-  Candidates found{scratch, scratch + width, logits, reinterpret_cast<uint32_t*>(logits + width), 0};
-  bool whole = false;
-  for (float bound = candidate_bound(args, facts, floor, peaks, strips); !whole; bound = -kInfinity) {
-    found.count = 0;
-    collect<T>(args, r, bound, peaks, found);
-    args.passing[r] = pass(args, facts, floor, bound, found, whole);
+
+  const int64_t most = larger(kCandidates, few) + kStrip, room = width + kLanes;
+  char* scratch = thread_scratch(most * 24 + room * 36);
+  const auto take = [&](auto kind, int64_t count) {
+    auto* taken = reinterpret_cast<decltype(kind)*>(scratch);
+    scratch += count * static_cast<int64_t>(sizeof(kind));
+    return taken;
+  };
+  double *masses = take(0.0, room), *near_masses = take(0.0, room), *keys = take(0.0, room);
+  Candidates found{take(0.0, most), take(0.0, most), take(0.0f, most), take(uint32_t{0}, most), 0};
+  const float bound = candidate_bound(args, facts, floor, peaks, strips);
+  bool whole = collect<T>(args, r, bound, kCandidates, found);
+  if (whole) args.passing[r] = pass(args, facts, floor, bound, found, whole);
+  if (!whole) {
+    args.passing[r] = {floor, kInfinity};
+    if (args.keeps_top_k() || args.top_p < 1 || args.typical_p < 1) {
+      float* logits = take(0.0f, room);
+      WholeRow row(logits, take(0.0f, room), take(0.0f, room), masses, near_masses, keys, width);
+      copy_row<T>(args, r, logits);
+      args.passing[r] = pass_whole(args, facts, floor, peaks, row);
+    }
+    if (!collect<T>(args, r, args.passing[r].low, few, found)) return;
+    found.keep(args.passing[r]);
   }
-  if (found.count > kFew) return;
+  if (found.count > few) return;
   settle(args, r, found);
   args.passing[r] = kSettled;
 }
