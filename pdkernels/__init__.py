@@ -4,7 +4,7 @@
 batching by `pd.Engine`, models in `pd.models`, slow and simple references in `pd.reference`.
 """
 
-import pdkernels._version_line  # noqa: F401  it may answer and end here
+import pdkernels._early_answers  # noqa: F401  it may answer and end here
 from pdkernels import _python as _python
 from pdkernels import cache as cache
 from pdkernels import decoding as decoding

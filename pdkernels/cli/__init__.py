@@ -31,6 +31,7 @@ except ModuleNotFoundError as missing:
 
 
 from pdkernels import decoding, evaluation, models
+from pdkernels._early_answers import SUMMARY, VERSION_HELP
 from pdkernels._validation import check as demand
 from pdkernels._validation import refuse
 from pdkernels.cli import _flags as flags
@@ -53,7 +54,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     cls=Commands,
-    help="Parallel decoding of language models.",
+    help=SUMMARY,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -71,7 +72,7 @@ app.command("demo")(demo)
 @app.callback()
 def shared(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version.")
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help=VERSION_HELP)
     ] = False,
 ) -> None:
     """Parallel decoding of language models."""

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pdkernels._version_line import LINE
+from pdkernels._early_answers import LINE
 from pdkernels.cli._terminal import FLAGS, report
 from pdkernels.decoding.methods import METHODS
 

@@ -300,10 +300,16 @@ def test_help_fits_80_columns_and_cuts_no_name(command: str) -> None:
 
 
 @pytest.mark.parametrize("words", ["'-m', 'pdkernels'", "'/usr/bin/pdkernels'"])
-def test_the_version_needs_no_torch(words: str) -> None:
-    code = f"import sys; sys.orig_argv[:] = ['python', {words}, '--version']; sys.modules['torch'] = None; import pdkernels"
+@pytest.mark.parametrize("question, columns", [("--version", 80), ("--help", 80), ("--help", 45), ("--help", 200)])
+def test_the_version_and_the_help_need_no_torch(words: str, question: str, columns: int) -> None:
+    code = f"""
+import os, sys
+os.environ["COLUMNS"] = "{columns}"
+sys.orig_argv[:] = ["python", {words}, "{question}"]
+sys.modules["torch"] = None
+import pdkernels"""
     result = forked(code)
-    assert result.returncode == 0 and result.stdout == run("--version").stdout
+    assert result.returncode == 0 and result.stdout == run(question, COLUMNS=str(columns)).stdout
 
 
 def test_an_option_no_method_takes_is_an_error() -> None:

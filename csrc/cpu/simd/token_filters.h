@@ -1,7 +1,7 @@
 // The filters of a row's distribution: top-k, top-p, min-p, typical-p. The largest logits of strips tell where tokens
 // can pass, so only those strips are read again, and everything else happens among these candidates, in double
 // precision. Where there are too many, or where the sums of the other tokens are not exact enough to tell which ones
-// pass, whole_row.h decides.
+// pass, many_tokens.h decides.
 #pragma once
 
 #include "logit_filters.h"
@@ -61,15 +61,19 @@ struct Cut {
 };
 
 // The smallest key for which the masses of all keys up to it reach `target`, else the largest key. Reorders its
-// arguments. A step halves the range of the keys that are left.
+// arguments. Steps halve the range of the keys that are left, or guess the key as if their masses were spread evenly.
 inline Cut key_at_mass(double* keys, double* masses, int64_t count, double target) {
-  for (double before = 0;;) {
+  double before = 0, left = mass_until(keys, masses, count, static_cast<double>(kInfinity));
+  for (bool guesses = true;; guesses = !guesses) {
     const auto [low, high] = range_of(keys, count);
-    if (!(low < high)) return {high, before, before + mass_until(keys, masses, count, high)};
-    double middle = low + (high - low) / 2;
+    if (!(low < high)) return {high, before, before + left};
+    double middle = low + (high - low) * (guesses && left > 0 ? (target - before) / left : 0.5);
+    if (!(middle > low)) middle = low;
+    if (!(middle < high)) middle = low + (high - low) / 2;
     if (!(middle < high)) middle = low;
     const double mass = mass_until(keys, masses, count, middle);
     const bool reached = before + mass >= target;
+    left = reached ? mass : left - mass;
     if (!reached) before += mass;
     int64_t kept = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -81,10 +85,12 @@ inline Cut key_at_mass(double* keys, double* masses, int64_t count, double targe
   }
 }
 
-// So many tokens at most are candidates.
+// More candidates than these are decided by many_tokens.h.
 constexpr int64_t kCandidates = 4096;
 // The relative error of the sums over all tokens: they are of float exponentials, whose exponents are rounded.
-constexpr double kTotalError = 4e-6;
+constexpr double kTotalError = 2e-6;
+// How much that changes a surprise that is compared with the entropy; `mean`: of the exponents.
+PDK_INLINE double error_of_entropy(double mean) { return 3 * kTotalError * (1 + __builtin_fabs(mean)); }
 
 // Tokens of a row with their logits, in the order of their ids.
 struct Candidates {
@@ -234,7 +240,7 @@ PDK_INLINE Passing pass(const TokenStatisticsArgs& args, const RowFacts& facts, 
   const double reach = cut.key;
   if (all) {
     // Tokens below the bound are further from the entropy than it is.
-    const double slack = kTotalError * target, error = 3 * kTotalError * (1 + __builtin_fabs(weighted / total));
+    const double slack = kTotalError * target, error = 2 * error_of_entropy(weighted / total);
     whole = cut.before < target - slack && cut.upto >= target + slack &&
             log_total - exponent_of(bound) - entropy > reach + error;
     float at_reach = kInfinity;

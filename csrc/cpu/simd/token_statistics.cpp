@@ -4,8 +4,8 @@
 // parts.
 #include "ops/token_statistics.h"
 #include "kernels.h"
+#include "many_tokens.h"
 #include "random_words.h"
-#include "whole_row.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
@@ -29,6 +29,8 @@ constexpr int kStrips = kVocabularyPart / kStrip;
 static_assert(kStrip == kVocabularyStrip);
 // So few tokens are sampled from directly, one by one: each takes as long as some 32 in vectors.
 PDK_INLINE int64_t few_of(int64_t width) { return larger(1024, width / 32); }
+// More than one candidate in so many tokens are the whole row.
+constexpr int64_t kSpread = 4;
 constexpr Passing kSettled{kInfinity, -kInfinity};
 
 PDK_INLINE bool is_settled(Passing passing) { return passing.low > passing.high; }
@@ -299,9 +301,11 @@ void survey_part(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners&
   survey<float>(args, staged, count, begin, peaks, runners, part);
 }
 
-// The tokens from `bound` on. Returns false, without having found all, if there are more than `most`.
+// The tokens from `bound` on. Returns false, without having found all, if there are more than `most`, and if they are
+// more than one in `spread` of those that were read.
 template <class T>
-PDK_INLINE bool collect(const TokenStatisticsArgs& args, int64_t r, float bound, int64_t most, Candidates& found) {
+PDK_INLINE bool collect(const TokenStatisticsArgs& args, int64_t r, float bound, int64_t most, int64_t spread,
+                        Candidates& found) {
   const Vec* peaks = peaks_of(args, r);
   const T* logits = args.logits_of<T>(r);
   found.count = 0;
@@ -315,7 +319,8 @@ PDK_INLINE bool collect(const TokenStatisticsArgs& args, int64_t r, float bound,
       });
     });
   };
-  for (int64_t first = 0; first < args.width && found.count <= most; first += kStrip) {
+  for (int64_t first = 0; first < args.width; first += kStrip) {
+    if (found.count > larger(most, first / spread)) return false;
     if (bits_of(peaks[first / kStrip] >= bound) == 0) continue;
     const int64_t last = smaller(first + kStrip, args.width);
     if (edits(args, first, last)) {
@@ -325,7 +330,7 @@ PDK_INLINE bool collect(const TokenStatisticsArgs& args, int64_t r, float bound,
       add(logits + first, first, last);
     }
   }
-  return found.count <= most;
+  return found.count <= larger(most, args.width / spread);
 }
 
 // Computes what filters change from the few tokens that they leave.
@@ -374,27 +379,40 @@ void narrow(const TokenStatisticsArgs& args, int64_t r) {
   const double drop = args.min_p > 0 ? args.softmax_temperature() * __builtin_log(args.min_p) : 0;
   const float floor = args.min_p > 0 ? at_least(facts.sums.largest + drop) : -kInfinity;
 
-  const int64_t most = larger(kCandidates, few) + kStrip, room = width + kLanes;
-  char* scratch = thread_scratch(most * 24 + room * 36);
+  const int64_t most = larger(larger(kCandidates, few), width / kSpread) + kStrip, room = width + kLanes;
+  char* scratch = thread_scratch((2 * most + 3 * room) * static_cast<int64_t>(sizeof(double)) +
+                                 (2 * most + 3 * room) * static_cast<int64_t>(sizeof(float)));
   const auto take = [&](auto kind, int64_t count) {
     auto* taken = reinterpret_cast<decltype(kind)*>(scratch);
     scratch += count * static_cast<int64_t>(sizeof(kind));
     return taken;
   };
+  Candidates found{take(0.0, most), take(0.0, most), nullptr, nullptr, 0};
   double *masses = take(0.0, room), *near_masses = take(0.0, room), *keys = take(0.0, room);
-  Candidates found{take(0.0, most), take(0.0, most), take(0.0f, most), take(uint32_t{0}, most), 0};
+  found.logits = take(0.0f, most), found.ids = take(uint32_t{0}, most);
+  float *logits = take(0.0f, room), *weights = take(0.0f, room), *near_logits = take(0.0f, room);
+  const auto pass_these = [&](float* from, int64_t count, float bound, bool& whole) {
+    ManyTokens tokens(from, weights, near_logits, masses, near_masses, keys, count);
+    args.passing[r] = pass_many(args, facts, floor, bound, peaks, tokens, whole);
+  };
   const float bound = candidate_bound(args, facts, floor, peaks, strips);
-  bool whole = collect<T>(args, r, bound, kCandidates, found);
-  if (whole) args.passing[r] = pass(args, facts, floor, bound, found, whole);
-  if (!whole) {
+  bool whole = collect<T>(args, r, bound, kCandidates, kSpread, found);
+  if (whole && found.count <= kCandidates) {
+    args.passing[r] = pass(args, facts, floor, bound, found, whole);
+  } else if (!args.keeps_top_k() && args.top_p >= 1 && args.typical_p >= 1) {
     args.passing[r] = {floor, kInfinity};
-    if (args.keeps_top_k() || args.top_p < 1 || args.typical_p < 1) {
-      float* logits = take(0.0f, room);
-      WholeRow row(logits, take(0.0f, room), take(0.0f, room), masses, near_masses, keys, width);
-      copy_row<T>(args, r, logits);
-      args.passing[r] = pass_whole(args, facts, floor, peaks, row);
-    }
-    if (!collect<T>(args, r, args.passing[r].low, few, found)) return;
+    if (!whole && !collect<T>(args, r, floor, few, width, found)) return;
+    whole = true;
+  } else if (whole && bound > -kInfinity) {
+    pass_these(found.logits, found.count, bound, whole);
+    found.keep(args.passing[r]);
+  } else {
+    whole = false;
+  }
+  if (!whole) {
+    copy_row<T>(args, r, logits);
+    pass_these(logits, width, -kInfinity, whole);
+    if (!collect<T>(args, r, args.passing[r].low, few, width, found)) return;
     found.keep(args.passing[r]);
   }
   if (found.count > few) return;

@@ -1,7 +1,7 @@
-// The filters of a distribution where thousands of tokens may pass. A row is copied with the masses of its tokens in
-// double precision. Which tokens stay is decided by their distance from a logit: the largest one, or the one whose
-// surprise is the entropy. Reads of the row narrow that distance down by float sums, and the few tokens that are left
-// between two bounds are decided in double precision.
+// The filters of a distribution where thousands of tokens may pass: those of a whole row, or those from some logit on.
+// Their masses are computed in double precision. Which tokens stay is decided by their distance from a logit: the
+// largest one, or the one whose surprise is the entropy. Reads of the row narrow that distance down by float sums, and
+// the few tokens that are left between two bounds are decided in double precision.
 #pragma once
 
 #include "token_filters.h"
@@ -23,25 +23,37 @@ PDK_INLINE double sum_of(DoubleVec x) {
   return x[0];
 }
 
-// e^x for x <= 0, with a relative error below 1e-12; 0 below -700.
-PDK_INLINE DoubleVec exponential_of(DoubleVec x) {
+// 2^z for z <= 0, with a relative error below 1e-12; 0 below -1000.
+PDK_INLINE DoubleVec power_of_two(DoubleVec z) {
+#ifdef __AVX512DQ__
+  // As in vector.h.
+  const __m512d exponent = reinterpret_cast<__m512d>(z);
+  const __mmask8 counted = _mm512_cmp_pd_mask(exponent, _mm512_set1_pd(-1000), _CMP_GT_OQ);
+  const DoubleVec f = reinterpret_cast<DoubleVec>(_mm512_reduce_pd(exponent, _MM_FROUND_TO_NEAREST_INT));
+#else
   constexpr double kRounder = 6755399441055744.0;  // 1.5 * 2^52: the low bits of a sum with it are the whole part
-  const DoubleInts counted = x > -700.0;
-  x = counted ? x : DoubleVec{};
-  const DoubleVec shifted = x * 1.4426950408889634 + kRounder;
-  const DoubleVec r = x - (shifted - kRounder) * 0.6931471805599453;
-  DoubleVec p = r * (1 / 3628800.0) + 1 / 362880.0;
-  p = p * r + 1 / 40320.0;
-  p = p * r + 1 / 5040.0;
-  p = p * r + 1 / 720.0;
-  p = p * r + 1 / 120.0;
-  p = p * r + 1 / 24.0;
-  p = p * r + 1 / 6.0;
-  p = p * r + 0.5;
-  p = p * r + 1.0;
-  p = p * r + 1.0;
-  const DoubleVec e = p * reinterpret_cast<DoubleVec>((reinterpret_cast<DoubleInts>(shifted) + 1023) << 52);
-  return counted ? e : DoubleVec{};
+  const DoubleInts counted = z > -1000.0;
+  z = counted ? z : DoubleVec{};
+  const DoubleVec shifted = z + kRounder, f = z - (shifted - kRounder);
+#endif
+  // ln(2)^n / n!
+  DoubleVec p = f * 7.0549116208011234e-09 + 1.0178086009239699e-07;
+  p = p * f + 1.3215486790144309e-06;
+  p = p * f + 1.5252733804059841e-05;
+  p = p * f + 0.00015403530393381609;
+  p = p * f + 0.0013333558146428441;
+  p = p * f + 0.0096181291076284769;
+  p = p * f + 0.055504108664821576;
+  p = p * f + 0.24022650695910069;
+  p = p * f + 0.69314718055994529;
+  p = p * f + 1.0;
+#ifdef __AVX512DQ__
+  return reinterpret_cast<DoubleVec>(_mm512_maskz_scalef_pd(counted, reinterpret_cast<__m512d>(p),
+                                                            _mm512_roundscale_pd(exponent, _MM_FROUND_TO_NEAREST_INT)));
+#else
+  const DoubleVec power = p * reinterpret_cast<DoubleVec>((reinterpret_cast<DoubleInts>(shifted) + 1023) << 52);
+  return counted ? power : DoubleVec{};
+#endif
 }
 
 PDK_INLINE Vec absolute(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<Ints>(x) & 0x7fffffff); }
@@ -49,27 +61,27 @@ PDK_INLINE DoubleVec absolute(DoubleVec x) {
   return reinterpret_cast<DoubleVec>(reinterpret_cast<DoubleInts>(x) & INT64_MAX);
 }
 
-class WholeRow {
+class ManyTokens {
  public:
-  // All arrays are of `width` and kLanes more. The last three are for the tokens between two bounds.
-  WholeRow(float* logits, float* weights, float* near_logits, double* masses, double* near_masses, double* keys,
-           int64_t width)
+  // All arrays are of `count` and kLanes more. The last three are for the tokens between two bounds.
+  ManyTokens(float* logits, float* weights, float* near_logits, double* masses, double* near_masses, double* keys,
+             int64_t count)
       : logits_(logits),
         weights_(weights),
         near_logits_(near_logits),
         masses_(masses),
         near_masses_(near_masses),
         keys_(keys),
-        width_(width) {}
+        count_(count) {}
 
   float* logits() { return logits_; }
 
   // Returns the sum of the masses.
   double weigh(double largest, double temperature) {
-    const double factor = 1 / temperature;
+    const double factor = 1 / (temperature * 0.6931471805599453);
     DoubleVec sums{};
-    for_doubles(0, width_, [&](int64_t at, DoubleVec x) {
-      const DoubleVec e = exponential_of((x - largest) * factor);
+    for_doubles(0, count_, [&](int64_t at, DoubleVec x) {
+      const DoubleVec e = power_of_two((x - largest) * factor);
       masses(at) = e, sums += e;
       reinterpret_cast<LooseShortVec&>(weights_[at]) = __builtin_convertvector(e, ShortVec);
     });
@@ -80,7 +92,7 @@ class WholeRow {
   double weighted(double largest, double temperature) {
     const double factor = 1 / temperature;
     DoubleVec sums{};
-    for_doubles(0, width_, [&](int64_t at, DoubleVec x) {
+    for_doubles(0, count_, [&](int64_t at, DoubleVec x) {
       const DoubleVec e = masses(at);
       sums += e > 0.0 ? (x - largest) * factor * e : DoubleVec{};
     });
@@ -90,11 +102,11 @@ class WholeRow {
   // Leaves only the tokens from this logit on. Returns the sum of their masses.
   double drop_below(float low) {
     DoubleVec sums{};
-    for_doubles(0, width_, [&](int64_t at, DoubleVec x) {
+    for_doubles(0, count_, [&](int64_t at, DoubleVec x) {
       const DoubleVec kept = x >= low ? masses(at) : DoubleVec{};
       masses(at) = kept, sums += kept;
     });
-    for_vectors(0, width_, [&](int64_t at, auto lanes) {
+    for_vectors(0, count_, [&](int64_t at, auto lanes) {
       const Vec x = load(logits_ + at, lanes, -kInfinity);
       store(logits_ + at, choose(x >= low, x, splat(-kInfinity)), lanes);
       store(weights_ + at, choose(x >= low, load(weights_ + at, lanes), Vec{}), lanes);
@@ -115,10 +127,28 @@ class WholeRow {
       if (round == 0) continue;
       const bool settled = round == kRounds || (low == last_low && high == last_high);
       const float slack = slack_of(high);
-      if (!part<kCounts, kBothSides>(low - slack, high + slack, centre, settled ? width_ : kNear)) continue;
-      if (!(sure_ < target && sure_ + near_mass_ >= target)) part<kCounts, kBothSides>(-1, kInfinity, centre, width_);
+      if (!part<kCounts, kBothSides>(low - slack, high + slack, centre, settled ? count_ : kNear)) continue;
+      if (!(sure_ < target && sure_ + near_mass_ >= target)) part<kCounts, kBothSides>(-1, kInfinity, centre, count_);
       return decided(centre, target);
     }
+  }
+
+  // Whether the last decision would be the same for any target that differs by less than `slack`.
+  bool is_clear(double target, double slack) const { return before_ < target - slack && upto_ >= target + slack; }
+
+  double reach() const { return reach_; }
+
+  // Whether it would be the same if `centre` were another by up to `error`: no other logit is as far away.
+  bool is_alone(double centre, double error) const {
+    if (reach_ - 2 * error < listed_.low || reach_ + 2 * error > listed_.high) return false;
+    float alone = kInfinity;
+    for (int64_t i = 0; i < near_count_; ++i) {
+      const float logit = near_logits_[i];
+      if (__builtin_fabs(__builtin_fabs(logit - centre) - reach_) > 2 * error) continue;
+      if (alone < kInfinity && alone != logit) return false;
+      alone = logit;
+    }
+    return true;
   }
 
  private:
@@ -150,12 +180,13 @@ class WholeRow {
   void narrow(double target, float& low, float& high) {
     Vec limits[kLimits];
     const float first = low > 0 ? low : 0, step = (high - first) / kLimits;
-    for (int i = 0; i < kLimits; ++i)
+    for (int i = 0; i < kLimits; ++i) {
       limits[i] = splat(i + 1 < kLimits ? first + step * static_cast<float>(i + 1) : high);
+    }
     double sums[kLimits] = {};
-    for (int64_t begin = 0; begin < width_; begin += kBlock) {
+    for (int64_t begin = 0; begin < count_; begin += kBlock) {
       Vec partial[kLimits] = {};
-      for_vectors(begin, smaller(begin + kBlock, width_), [&](int64_t at, auto lanes) {
+      for_vectors(begin, smaller(begin + kBlock, count_), [&](int64_t at, auto lanes) {
         const Vec here = distance(at, lanes), weight = kCounts ? splat(1.0f) : load(weights_ + at, lanes);
 #pragma GCC unroll 8
         for (int i = 0; i < kLimits; ++i) partial[i] += choose(here <= limits[i], weight, Vec{});
@@ -175,7 +206,7 @@ class WholeRow {
 
   float largest_distance() const {
     Vec found{};
-    for_vectors(0, width_, [&](int64_t at, auto lanes) {
+    for_vectors(0, count_, [&](int64_t at, auto lanes) {
       const Vec here = distance(at, lanes);
       found = choose((here > found) & (here < kInfinity), here, found);
     });
@@ -189,10 +220,10 @@ class WholeRow {
   bool part(float low, float high, double centre, int64_t most) {
     const double inner = low, outer = high;
     DoubleVec sums{}, lowest = DoubleVec{} + static_cast<double>(kInfinity), highest = -lowest;
-    near_count_ = 0, near_mass_ = 0;
-    for (int64_t begin = 0; begin < width_; begin += kStrip) {
+    near_count_ = 0, near_mass_ = 0, listed_ = {low, high};
+    for (int64_t begin = 0; begin < count_; begin += kStrip) {
       if (near_count_ > most) return false;
-      const int64_t end = smaller(begin + kStrip, width_);
+      const int64_t end = smaller(begin + kStrip, count_);
       for_doubles(begin, end, [&](int64_t at, DoubleVec x) {
         const DoubleInts inside = absolute(x - centre) <= inner;
         sums += inside ? (kCounts ? DoubleVec{} + 1.0 : masses(at)) : DoubleVec{};
@@ -230,22 +261,23 @@ class WholeRow {
 
   // Of the tokens between the bounds, those that are needed for the target.
   Passing decided(double centre, double target) {
-    if (near_count_ == 0) return passing_;
     const auto key = [&](int64_t i) { return __builtin_fabs(static_cast<double>(near_logits_[i]) - centre); };
     for (int64_t i = 0; i < near_count_; ++i) keys_[i] = key(i);
-    const double reach = key_at_mass(keys_, near_masses_, near_count_, target - sure_).key;
+    const Cut cut = key_at_mass(keys_, near_masses_, near_count_, target - sure_);
+    reach_ = cut.key, before_ = sure_ + cut.before, upto_ = sure_ + cut.upto;
     for (int64_t i = 0; i < near_count_; ++i) {
-      if (key(i) <= reach) include(near_logits_[i]);
+      if (key(i) <= cut.key) include(near_logits_[i]);
     }
     return passing_;
   }
 
   float *logits_, *weights_, *near_logits_;
   double *masses_, *near_masses_, *keys_;
-  int64_t width_;
+  int64_t count_;
   float centre_ = 0;
   int64_t near_count_ = 0;
-  double sure_ = 0, near_mass_ = 0;
+  double sure_ = 0, near_mass_ = 0, before_ = 0, upto_ = 0, reach_ = 0;
+  Passing listed_{};  // the distances of the tokens between the bounds
   Passing passing_{};
 };
 
@@ -258,9 +290,10 @@ PDK_INLINE float lowest_peak(const Vec* peaks, int64_t strips) {
   return result;
 }
 
-// The logits of a whole row that pass.
-inline Passing pass_whole(const TokenStatisticsArgs& args, const RowFacts& facts, float floor, const Vec* peaks,
-                          WholeRow& row) {
+// The logits that pass, of all tokens or, if `bound` is a number, of those from it on. Sets `whole` to false if it
+// takes the others to decide.
+inline Passing pass_many(const TokenStatisticsArgs& args, const RowFacts& facts, float floor, float bound,
+                         const Vec* peaks, ManyTokens& tokens, bool& whole) {
   const double temperature = args.softmax_temperature(), largest = facts.sums.largest;
   Passing passing = all_pass();
   const auto raise = [&](float low) { passing.low = low > passing.low ? low : passing.low; };
@@ -269,21 +302,37 @@ inline Passing pass_whole(const TokenStatisticsArgs& args, const RowFacts& facts
     const double rest = (1 - share > 1e-9 ? 1 - share : 1e-9) / static_cast<double>(args.width);
     return static_cast<float>(-temperature * __builtin_log(rest));
   };
-  double total = row.weigh(largest, temperature);
+  whole = true;
+  double total = tokens.weigh(largest, temperature);
   if (args.keeps_top_k()) {
     const float guess = static_cast<float>(largest - lowest_peak(peaks, args.num_strips()));
-    raise(row.nearest<true, false>(largest, static_cast<double>(args.keep_top_k), guess).low);
-    total = row.drop_below(passing.low);
+    raise(tokens.nearest<true, false>(largest, static_cast<double>(args.keep_top_k), guess).low);
+    total = tokens.drop_below(passing.low);
   }
-  if (args.top_p < 1) raise(row.nearest<false, false>(largest, args.top_p * total, far(args.top_p)).low);
+  if (args.top_p < 1) {
+    const bool all = args.keeps_top_k() || bound == -kInfinity;
+    const double target = args.top_p * (all ? total : facts.sums.total), slack = all ? 0 : kTotalError * target;
+    const bool none_dropped = !all && bound == floor && total < target - slack;
+    if (!none_dropped) raise(tokens.nearest<false, false>(largest, target, far(args.top_p)).low);
+    whole = all || none_dropped || tokens.is_clear(target, slack);
+  }
   raise(floor);
-  if (args.typical_p >= 1) return passing;
+  if (args.typical_p >= 1 || !whole) return passing;
 
-  if (!passing.all()) total = row.drop_below(passing.low);
-  const double log_total = __builtin_log(total), entropy = log_total - row.weighted(largest, temperature) / total;
-  const double centre = largest + temperature * (log_total - entropy);
+  const bool all = !args.filters_all_by_typical_p() || bound == -kInfinity;
+  if (!passing.all()) total = tokens.drop_below(passing.low);
+  if (!all) total = facts.sums.total;
+  const double weighted = all ? tokens.weighted(largest, temperature) : facts.sums.weighted;
+  const double entropy = __builtin_log(total) - weighted / total, target = args.typical_p * total;
+  const double centre = largest + temperature * (__builtin_log(total) - entropy);
   const double above = largest - centre, below = far(args.typical_p) - above;
-  return row.nearest<false, true>(centre, args.typical_p * total, static_cast<float>(above > below ? above : below));
+  passing = tokens.nearest<false, true>(centre, target, static_cast<float>(above > below ? above : below));
+  if (!all) {
+    const double error = temperature * error_of_entropy(weighted / total);
+    whole = tokens.is_clear(target, kTotalError * target) && tokens.is_alone(centre, error) &&
+            centre - bound > tokens.reach() + 2 * error;
+  }
+  return passing;
 }
 
 }  // namespace pdkernels::cpu::PDK_ISA
