@@ -299,17 +299,25 @@ def test_help_fits_80_columns_and_cuts_no_name(command: str) -> None:
     assert re.search(rf"^ +{command} +[A-Z].*[.…]$", run("--help", COLUMNS="80").stdout, re.M)
 
 
-@pytest.mark.parametrize("words", ["'-m', 'pdkernels'", "'/usr/bin/pdkernels'"])
-@pytest.mark.parametrize("question, columns", [("--version", 80), ("--help", 80), ("--help", 45), ("--help", 200)])
-def test_the_version_and_the_help_need_no_torch(words: str, question: str, columns: int) -> None:
-    code = f"""
-import os, sys
-os.environ["COLUMNS"] = "{columns}"
-sys.orig_argv[:] = ["python", {words}, "{question}"]
-sys.modules["torch"] = None
-import pdkernels"""
+def answer(columns: int, words: list[str], *lines: str) -> str:
+    code = "\n".join(["import os, sys", f"os.environ['COLUMNS'] = '{columns}'", f"sys.orig_argv[:] = {words}", *lines])
     result = forked(code)
-    assert result.returncode == 0 and result.stdout == run(question, COLUMNS=str(columns)).stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("words", [["-m", "pdkernels"], ["/usr/bin/pdkernels"]], ids=str)
+def test_the_version_needs_no_torch(words: list[str]) -> None:
+    command = ["python", *words, "--version"]
+    assert answer(80, command, "sys.modules['torch'] = None", "import pdkernels") == run("--version").stdout
+
+
+@pytest.mark.parametrize("columns", [45, 80, 200])
+def test_the_help_needs_no_torch(columns: int) -> None:
+    """It is the help of the whole command line, for any width of the terminal."""
+    found = answer(columns, ["python", "-m", "pdkernels", "--help"], "sys.modules['torch'] = None", "import pdkernels")
+    whole = ("import pdkernels.cli", "sys.argv[:] = ['pdkernels', '--help']", "pdkernels.cli.main()")
+    assert found == answer(columns, ["python"], *whole)
 
 
 def test_an_option_no_method_takes_is_an_error() -> None:

@@ -124,7 +124,7 @@ class ManyTokens {
     for (int round = 0;; ++round) {
       const float last_low = low, last_high = high;
       narrow<kCounts>(target, low, high);
-      if (round == 0) continue;
+      if (round < (count_ > kNear ? 2 : 1)) continue;
       const bool settled = round == kRounds || (low == last_low && high == last_high);
       const float slack = slack_of(high);
       if (!part<kCounts, kBothSides>(low - slack, high + slack, centre, settled ? count_ : kNear)) continue;
