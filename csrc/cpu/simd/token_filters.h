@@ -86,7 +86,7 @@ inline Cut key_at_mass(double* keys, double* masses, int64_t count, double targe
 }
 
 // More candidates than these are decided by many_tokens.h.
-constexpr int64_t kCandidates = 4096;
+constexpr int64_t kCandidates = 512;
 // The relative error of the sums over all tokens: they are of float exponentials, whose exponents are rounded.
 constexpr double kTotalError = 2e-6;
 // How much that changes a surprise that is compared with the entropy; `mean`: of the exponents.
@@ -180,7 +180,7 @@ PDK_INLINE RowFacts facts_of(const TokenStatisticsArgs& args, int64_t r, const V
 PDK_INLINE float candidate_bound(const TokenStatisticsArgs& args, const RowFacts& facts, float floor, const Vec* peaks,
                                  int64_t vectors) {
   if (args.keeps_top_k()) return common_bound(peaks, vectors, args.keep_top_k, facts.sums.largest);
-  if (args.width <= kCandidates) return -kInfinity;
+  if (args.width <= 4096) return -kInfinity;
   const double share = 1 - (args.filters_all_by_typical_p() ? args.typical_p : args.top_p);
   if (share <= 0) return floor;
   // All tokens below this one together have less than this share of the mass.
