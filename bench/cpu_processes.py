@@ -1,0 +1,84 @@
+"""Engines in processes of their own (bench/cpu_workers.py), and the Pythons that have them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = {
+    "pdkernels": "pdkernels",
+    "llama.cpp": "llama_cpp",
+    "transformers": "transformers",
+    "OpenVINO": "openvino_genai",
+    "onnxruntime": "onnxruntime_genai",
+    "vLLM": "vllm",
+}
+
+
+class Worker:
+    """An engine in its process."""
+
+    def __init__(self, python: str, spec: dict[str, Any]) -> None:
+        variables = os.environ | {"OMP_NUM_THREADS": str(spec["threads"]), "PYTHONPATH": _path(python)}
+        self.process = subprocess.Popen(
+            [python, str(ROOT / "bench/cpu_workers.py"), json.dumps(spec)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables,
+        )  # fmt: skip
+        self._answer()
+
+    def __call__(self, *told: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(told) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        """Raises Refused with the engine's words."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = json.loads(line) if line else {"error": f"its process ended with {self.process.wait()}"}
+        if "error" in found:
+            raise Refused(found["error"])
+        return found["found"]
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Refused(Exception):
+    """An engine cannot do it."""
+
+
+def _path(python: str) -> str:
+    """Where a Python finds this project: ours does, and others must not find our packages."""
+    given = os.environ.get("PYTHONPATH", "")
+    return f"{ROOT}{os.pathsep}{given}" if python == sys.executable else given
+
+
+def pythons(peers: list[str], ik_llama: Path | None = None) -> dict[str, str]:
+    """The Python of each engine that is installed. ik_llama.cpp needs one with NumPy, and the folder it was built in."""
+    found: dict[str, str] = {"pdkernels": sys.executable}
+    for python in [sys.executable, *peers]:
+        program = (
+            f"from importlib.util import find_spec; print(*[n for n in {sorted(MODULES.values())} if find_spec(n)])"
+        )
+        done = subprocess.run(
+            [python, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": _path(python)}
+        )
+        for engine, module in MODULES.items():
+            if module in done.stdout.split():
+                found.setdefault(engine, python)
+    if ik_llama is not None:
+        found["ik_llama.cpp"] = sys.executable
+    return found

@@ -1,0 +1,284 @@
+"""transformers, OpenVINO GenAI, onnxruntime-genai and vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from bench.workers.engine import DRAFT, Engine, Tokens
+
+
+def dequantized(spec: dict[str, Any]) -> Any:
+    """The file's weights in a model of transformers."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    file, dtype = Path(spec["file"]), getattr(torch, spec.get("dtype", "bfloat16"))
+    return transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+
+
+class Transformers(Engine):
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        import torch
+
+        torch.set_num_threads(spec["threads"])
+        torch.inference_mode().__enter__()
+        self.torch, self.model = torch, dequantized(spec)
+
+    def about(self) -> str:
+        import transformers
+
+        return f"{transformers.__version__}, torch {self.torch.__version__}, {self.torch.backends.cpu.get_cpu_capability()}"
+
+    def choices(self, tokens: Tokens) -> Tokens:
+        found: Tokens = self.model(self.torch.tensor([tokens])).logits[0].argmax(-1).tolist()
+        return found
+
+    def begin(self, context: Tokens, batch: int) -> None:
+        found = self.model(self.torch.tensor([context] * batch), use_cache=True)
+        self.cache_name = "cache" if "cache" in found else "past_key_values"  # before transformers 5.24
+        self.cache = found[self.cache_name]
+        self.length, self.batch = len(context), batch
+
+    def forward(self, tokens: Tokens) -> float:
+        def run() -> None:
+            given = self.torch.tensor([tokens] * self.batch)
+            self.model(given, use_cache=True, **{self.cache_name: self.cache}).logits.argmax(-1).tolist()
+
+        took, _ = self.timed(run)
+        self.cache.crop(self.length - self.cache.get_seq_length())
+        return took
+
+    def prompt(self, tokens: Tokens) -> tuple[float, int]:
+        given = self.torch.tensor([tokens])
+        return self.timed(lambda: int(self.model(given, use_cache=True, logits_to_keep=1).logits[0, -1].argmax()))
+
+    def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
+        given = self.torch.tensor([prompt])
+        options: dict[str, Any] = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
+        options |= {"prompt_lookup_num_tokens": DRAFT} if lookup else {}
+        return self.generate(given, options)
+
+    def generate(self, given: Any, options: dict[str, Any]) -> tuple[float, Tokens]:
+        mask = self.torch.ones_like(given)
+        took, found = self.timed(lambda: self.model.generate(given, attention_mask=mask, **options))
+        return took, found[0, given.shape[1] :].tolist()
+
+    def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
+        """ "early exit": assisted by the model's own first layers."""
+        kinds = {
+            "none": {},
+            "lookup": {"prompt_lookup_num_tokens": DRAFT},
+            "early exit": {"assistant_early_exit": self.model.config.num_hidden_layers // 3},
+        }
+        options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0, **kinds[how]}
+        seen: list[int] = []
+        watch = self.model.lm_head.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+        try:
+            took, tokens = self.generate(self.torch.tensor([prompt]), options)
+        finally:
+            watch.remove()
+        return took, tokens, None if how == "early exit" else len(seen)  # its own drafts use the head too
+
+
+class OpenVino(Engine):
+    """Its pipelines read a prompt anew for every answer, so a token's time is that of many less that of one.
+
+    Its setting: properties of the pipeline.
+    """
+
+    STEPS, BASES = 16, 3
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        import numpy
+        import openvino
+        import openvino_genai
+
+        self.api, self.numpy, self.tensor, self.spec = openvino_genai, numpy, openvino.Tensor, spec
+        self.plain = self.pipeline()
+        self.looking: Any = None
+
+    def about(self) -> str:
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
+        return self.api.get_version() + (f", ONEDNN_MAX_CPU_ISA={limit}" if limit else "")
+
+    def pipeline(self, **options: Any) -> Any:
+        options |= self.setting | {"INFERENCE_NUM_THREADS": self.spec["threads"]}
+        if options.get("ATTENTION_BACKEND") != "SDPA":
+            scheduler = self.api.SchedulerConfig()
+            scheduler.enable_prefix_caching = False  # or a prompt that was read before costs nothing
+            options["scheduler_config"] = scheduler
+        return self.api.LLMPipeline(self.spec["file"], "CPU", **options)
+
+    def choices(self, tokens: Tokens) -> Tokens:
+        return [self.prompt(tokens[:end])[1] for end in range(1, len(tokens) + 1)]
+
+    def generate(self, pipeline: Any, prompt: Tokens, batch: int, new: int, **options: Any) -> tuple[float, Tokens]:
+        ids = self.numpy.array([prompt] * batch, dtype=self.numpy.int64)
+        given = self.api.TokenizedInputs(self.tensor(ids), self.tensor(self.numpy.ones_like(ids)))
+        config = self.api.GenerationConfig()
+        config.max_new_tokens, config.do_sample, config.ignore_eos = new, False, True
+        for name, value in options.items():
+            setattr(config, name, value)
+        took, found = self.timed(lambda: pipeline.generate(given, config))
+        return took, found.tokens[0]
+
+    def begin(self, context: Tokens, batch: int) -> None:
+        self.context, self.batch = context, batch
+        self.generate(self.plain, context, batch, 2)
+        self.base = 0.0
+
+    def forward(self, tokens: Tokens) -> float:
+        if len(tokens) > 1:
+            raise NotImplementedError("its pipelines do not read several rows after a context")
+        given = self.context + tokens
+        # The least of several: what disturbs this one would make a token look cheaper.
+        self.base = self.base or min(self.generate(self.plain, given, self.batch, 1)[0] for _ in range(self.BASES))
+        many, _ = self.generate(self.plain, given, self.batch, 1 + self.STEPS)
+        return (many - self.base) / self.STEPS
+
+    def prompt(self, tokens: Tokens) -> tuple[float, int]:
+        took, chosen = self.generate(self.plain, tokens, 1, 1)
+        return took, chosen[0]
+
+    def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
+        if not lookup:
+            return self.generate(self.plain, prompt, 1, new)
+        self.looking = self.looking or self.pipeline(prompt_lookup=True)
+        return self.generate(self.looking, prompt, 1, new, num_assistant_tokens=DRAFT, max_ngram_size=2)
+
+
+class OnnxRuntime(Engine):
+    """A folder that onnxruntime_genai's builder has made."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        import numpy
+        import onnxruntime_genai
+
+        self.api, self.numpy = onnxruntime_genai, numpy
+        config = onnxruntime_genai.Config(spec["file"])
+        config.overlay(
+            json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": spec["threads"]}}}})
+        )
+        self.model = onnxruntime_genai.Model(config)
+
+    def about(self) -> str:
+        return str(self.api.__version__)
+
+    def generator(self, length: int, batch: int) -> Any:
+        given = self.api.GeneratorParams(self.model)
+        given.set_search_options(max_length=length, min_length=length, batch_size=batch, do_sample=False)
+        return self.api.Generator(self.model, given)
+
+    def begin(self, context: Tokens, batch: int) -> None:
+        self.running = self.generator(len(context) + 512, batch)
+        self.running.append_tokens(self.numpy.array([context] * batch, dtype=self.numpy.int32))
+        self.running.generate_next_token()
+        self.length = len(context) + 1
+
+    def forward(self, tokens: Tokens) -> float:
+        if len(tokens) > 1:
+            raise NotImplementedError("it chooses after the last of several rows only")
+        took, _ = self.timed(self.running.generate_next_token)
+        return took
+
+    def prompt(self, tokens: Tokens) -> tuple[float, int]:
+        fresh = self.generator(len(tokens) + 1, 1)
+        given = self.numpy.array([tokens], dtype=self.numpy.int32)
+        took, _ = self.timed(lambda: (fresh.append_tokens(given), fresh.generate_next_token()))
+        return took, int(fresh.get_sequence(0)[-1])
+
+    def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
+        if lookup:
+            raise NotImplementedError("it has no lookup of the prompt")
+        fresh = self.generator(len(prompt) + new, 1)
+        given = self.numpy.array([prompt], dtype=self.numpy.int32)
+
+        def run() -> None:
+            fresh.append_tokens(given)
+            for _ in range(new):
+                fresh.generate_next_token()
+
+        took, _ = self.timed(run)
+        return took, fresh.get_sequence(0)[len(prompt) :].tolist()
+
+
+class Vllm(Engine):
+    """Of its CPU build. It reads no GGUF file, so that transformers dequantises the weights for it, to `spec["folder"]`."""
+
+    CHAIN = 3  # tokens that the head in `spec["head"]` drafts
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        os.environ |= {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS counts
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or another process computes, whose CPU time is not seen here
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        import torch
+        import vllm
+
+        torch.set_num_threads(spec["threads"])
+        self.api, self.spec, self.running = vllm, spec, dict[str, Any]()
+        model = dequantized(spec)
+        model.hf_quantizer.remove_quantization_config(model)  # or it would not be saved
+        model.save_pretrained(spec["folder"])
+        self.engine("none")
+
+    def about(self) -> str:
+        return str(self.api.__version__)
+
+    def engine(self, how: str) -> Any:
+        """The one with drafts of the kind `how`, kept."""
+        drafts: dict[str, dict[str, Any] | None] = {
+            "none": None,
+            "lookup": {
+                "method": "ngram",
+                "num_speculative_tokens": DRAFT,
+                "prompt_lookup_max": 2,
+                "prompt_lookup_min": 1,
+            },
+            "eagle": {"method": "eagle3", "model": self.spec.get("head"), "num_speculative_tokens": self.CHAIN},
+        }
+        if how not in drafts:
+            raise NotImplementedError(f"it has no drafts of the kind {how!r}")
+        if how not in self.running:
+            self.running[how] = self.api.LLM(
+                self.spec["folder"],
+                skip_tokenizer_init=True,
+                dtype=self.spec.get("dtype", "bfloat16"),
+                enforce_eager=True,
+                enable_prefix_caching=False,  # or a prompt that was read before costs nothing
+                max_model_len=1024,
+                max_num_seqs=1,
+                kv_cache_memory_bytes=1 << 28,
+                speculative_config=drafts[how],
+            ).llm_engine
+            # Kernels are registered once: a second time fails at the names of numba, which the lookup imports.
+            type(self.api.platforms.current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+        return self.running[how]
+
+    def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
+        engine = self.engine(how)
+        settings = self.api.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+
+        def run() -> tuple[Tokens, int]:
+            engine.add_request("0", {"prompt_token_ids": prompt}, settings)
+            steps, found = 0, []
+            while engine.has_unfinished_requests():
+                found, steps = engine.step(), steps + 1
+            return list(found[0].outputs[0].token_ids), steps
+
+        took, (tokens, forwards) = self.timed(run)
+        return took, tokens, forwards
+
+    def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
+        took, tokens, _ = self.drafted(prompt, new, "lookup" if lookup else "none")
+        return took, tokens
