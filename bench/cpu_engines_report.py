@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ REAL_MODELS = (
     ("Qwen3-1.7B's shape, random weights, Q4_0", LARGER, "Q4_0", "pdkernels chat --model qwen3-1.7b-q4_0.gguf"),
 )
 """A name, the model and the format of the figures, and how it is run."""
+PEERS = ("pdkernels", "llama.cpp", "ik_llama.cpp", "OpenVINO")
 ANSWERS = ("answer", "answer with lookup")
 SUMMARY = ("1 after 64", "8 after 64", "1 after 1024", "prompt of 1024", "batch 32 after 64")
 
@@ -29,34 +31,38 @@ def summary(path: Path) -> str:
     found = json.loads(path.read_text())
     figures, memory = found["figures"][SMALL]["1"], found["memory"].get(SMALL, {}).get("1", {})
     columns = [name for name in SUMMARY if name in figures]
-    head = [f"ms, {SMALL}, one thread", *columns]
-    head += [name.replace("answer", "tokens/s of an answer") for name in ANSWERS if name in figures]
+    answers = [name for name in ANSWERS if name in figures]
+    show = Cells(found, SMALL, "1")
+    head = [f"ms, {SMALL}, one thread", *columns, *map(of_answer, answers)]
     lines = []
     for engine in names(figures):
-        cells = [number(figures[name].get(engine)) for name in columns]
-        cells += [speed(figures[name].get(engine)) for name in ANSWERS if name in figures]
+        cells = [show(name, engine, number) for name in columns] + [show(name, engine, speed) for name in answers]
         lines.append([f"**{engine}**" if engine.startswith("pdkernels") else engine, *cells])
         if memory:
             lines[-1].append(megabytes(memory.get(engine)))
-    return f"{table([*head, *(['peak MB'] if memory else [])], lines)}\n\n{facts(found, '1')}"
+    return f"{table([*head, *(['peak MB'] if memory else [])], lines)}\n\n{show.legend()}{facts(found, '1')}"
 
 
 def real_models(path: Path, drafts: Path) -> str:
     """A line for each model that one runs: its command, and tokens a second beside those of other engines, token by token and with lookup."""
     found, questions = json.loads(path.read_text()), json.loads(drafts.read_text())["rows"]["lookup, auto"]
+    shown = [
+        (engine, way) for way in ("", ", lookup") for engine in PEERS if (engine, way) != ("ik_llama.cpp", ", lookup")
+    ]
+    measured = {name.split(", ")[0] for name in found["figures"][SMALL]["1"]["1 after 64"]}
+    shown = [(engine, way) for engine, way in shown if engine in measured]
     head = ["tokens/s, one thread", "command"]
-    head += [f"{engine}{way}" for way in ("", ", lookup") for engine in ("**pdkernels**", "llama.cpp", "OpenVINO")]
+    head += [f"**{engine}**{way}" if engine == "pdkernels" else engine + way for engine, way in shown]
     lines = []
     for name, model, form, command in REAL_MODELS:
         figures = found["figures"][model]["1"]
-        cells = [figures.get(answer, figures["1 after 64"] if answer == "answer" else {}) for answer in ANSWERS]
-        lines.append([name, f"`{command}`"])
-        lines[-1] += [
-            speed(cell.get(f"{engine}, {form}")) for cell in cells for engine in ("pdkernels", "llama.cpp", "OpenVINO")
-        ]
+        plain, looked = (figures.get(answer, {}) for answer in ANSWERS)
+        plain = plain or figures["1 after 64"]
+        cells = [speed((looked if way else plain).get(f"{engine}, {form}")) for engine, way in shown]
+        lines.append([name, f"`{command}`", *cells])
     per_forward = questions["tokens"] / questions["forwards"]
     note = f"With lookup, 50 questions about Python take {per_forward:.2f} tokens a forward, {100 * questions['equal'] // 50}% of them with the tokens of greedy decoding."
-    return f"{table(head, lines)}\n\n{note} {facts(found, '1')}"
+    return f"{table(head, lines)}\n\n{note} Each peer has the fastest of its settings. {facts(found, '1')}"
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -66,30 +72,50 @@ def tables(found: dict[str, Any]) -> str:
         for threads, figures in by_threads.items():
             batches = [name for name in figures if name.startswith("batch")]
             forwards = [name for name in figures if name not in (*batches, *ANSWERS)]
+            show = Cells(found, model, threads)
             title = f"ms, {model}, {threads} thread{'s' if threads != '1' else ''}"
-            parts.append(
-                table(
-                    [title, *forwards],
-                    [[engine, *(number(figures[name].get(engine)) for name in forwards)] for engine in names(figures)],
-                )
-            )
+            lines = [[engine, *(show(name, engine, number) for name in forwards)] for engine in names(figures)]
+            parts.append(table([title, *forwards], lines))
             memory = found["memory"].get(model, {}).get(threads, {})
             if batches:
                 answers = [name for name in ANSWERS if name in figures]
-                head = [title, *batches, *(name.replace("answer", "tokens/s of an answer") for name in answers)]
+                head = [title, *batches, *map(of_answer, answers)]
                 lines = [
                     [
                         engine,
-                        *(number(figures[name].get(engine)) for name in batches),
-                        *(speed(figures[name].get(engine)) for name in answers),
+                        *(show(name, engine, number) for name in batches),
+                        *(show(name, engine, speed) for name in answers),
                         megabytes(found["file_mb"].get(model, {}).get(engine)),
                         megabytes(memory.get(engine)),
                     ]
                     for engine in names(figures)
                 ]
                 parts.append(table([*head, "MB of the file", "peak MB"], lines))
-            parts.append(facts(found, threads))
+            parts.append(show.legend() + facts(found, threads))
     return "\n\n".join(parts)
+
+
+class Cells:
+    """Figures with a letter for the setting they had, and what the letters mean."""
+
+    def __init__(self, found: dict[str, Any], model: str, threads: str) -> None:
+        self.figures = found["figures"][model][threads]
+        self.settings: dict[str, dict[str, str]] = found.get("settings", {}).get(model, {}).get(threads, {})
+        used = {(e.split(", ")[0], s) for by_engine in self.settings.values() for e, s in by_engine.items()}
+        self.letters = {pair: chr(ord("a") + i) for i, pair in enumerate(sorted(used))}
+
+    def __call__(self, cell: str, engine: str, form: Callable[[float | None], str]) -> str:
+        setting = self.settings.get(cell, {}).get(engine)
+        letter = "" if setting is None else f" {self.letters[engine.split(', ')[0], setting]}"
+        return form(self.figures[cell].get(engine)) + letter
+
+    def legend(self) -> str:
+        each = [f"{letter}: {engine}, {setting}" for (engine, setting), letter in self.letters.items()]
+        return f"The fastest of a peer's settings: {'; '.join(each)}. " if each else ""
+
+
+def of_answer(name: str) -> str:
+    return name.replace("answer", "tokens/s of an answer")
 
 
 def names(figures: dict[str, dict[str, float | None]]) -> list[str]:
@@ -109,5 +135,10 @@ def megabytes(value: float | None) -> str:
 
 
 def facts(found: dict[str, Any], threads: str) -> str:
+    """The caption: the clock, the processor with the level of its instructions, and versions."""
     kind = "CPU time" if threads == "1" else "wall clock"
-    return f"{kind}, minimum of interleaved rounds; {found['machine']}, torch {found['torch']}"
+    versions = {name.split(", ")[0]: about.split(", ")[0] for name, about in found.get("builds", {}).items()}
+    others = [
+        f"{engine} {version}" for engine, version in versions.items() if engine not in ("pdkernels", "ik_llama.cpp")
+    ]
+    return ", ".join([f"{kind}, minimum of interleaved rounds; {found['machine']}", f"torch {found['torch']}", *others])

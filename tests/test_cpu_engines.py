@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from bench import cpu_engines, cpu_engines_report, cpu_workers, drafters_peers, drafters_report, engine_load
-from bench.cpu_engines import ANSWER, Cell, Refused, Worker
+from bench import cpu_engines, cpu_engines_report, cpu_settings, drafters_peers, drafters_report, engine_load
+from bench.cpu_engines import ANSWER, LEAST_ROUNDS, TRIES, Cell
+from bench.cpu_processes import Refused, Worker
+from bench.workers import ik_llama, peers
+from bench.workers.engine import DRAFT
 
 
 class Fake:
@@ -29,23 +32,89 @@ class Fake:
 
 
 def test_the_minimum_of_rounds_in_turns() -> None:
-    workers: dict[str, Any] = {"a": Fake(3.0, 2.0, 5.0), "b": Fake(Refused("it cannot"))}
+    rivals: Any = {"a": {"": Fake(3.0, 2.0, 5.0)}, "b": {"": Fake(Refused("it cannot"))}}
     noted: dict[str, Any] = {}
-    found = cpu_engines.measure(Cell("8 after 64", ["begin", [1], 1], ["forward", [2]]), workers, 0.0, noted)
-    assert found == {"a": 2.0, "b": None}
+    found = cpu_engines.measure(Cell("8 after 64", ["begin", [1], 1], ["forward", [2]]), rivals, 0.0, noted)
+    assert found.least == {"a": 2.0, "b": None} and not found.tried
     assert noted == {"refused": {"b": {"8 after 64": "it cannot"}}}
-    assert workers["a"].told == [("begin", [1], 1)] + cpu_engines.LEAST_ROUNDS * [("forward", [2])]
+    assert rivals["a"][""].told == [("begin", [1], 1)] + LEAST_ROUNDS * [("forward", [2])]
+
+
+def test_the_fastest_setting_goes_on() -> None:
+    """The others are tried and recorded, and one that the engine refuses does not keep the rest from it."""
+    slow, fast, none = Fake(9.0), Fake(4.0), Fake(Refused("it cannot"))
+    rivals: Any = {"b": {"none": none, "slow": slow, "fast": fast}}
+    found = cpu_engines.measure(Cell("1 after 64", ["begin", [1], 1], ["forward", [2]]), rivals, 0.0, {})
+    assert found.least == {"b": 4.0} and found.settings == {"b": "fast"}
+    assert found.tried == {"b": {"slow": 9.0, "fast": 4.0}}
+    assert len(slow.told) == 1 + TRIES and len(fast.told) == 1 + TRIES + LEAST_ROUNDS
 
 
 def test_an_answer_is_ms_a_token() -> None:
     noted: dict[str, Any] = {}
-    found = cpu_engines.measure(
-        Cell("answer", None, ["answer", [1], ANSWER, False]),
-        {"a": Fake([5.0 * ANSWER, [7]])},
-        0.0,
-        noted,  # type: ignore[dict-item]
+    rivals: Any = {"a": {"": Fake([5.0 * ANSWER, [7]])}}
+    found = cpu_engines.measure(Cell("answer", None, ["answer", [1], ANSWER, False]), rivals, 0.0, noted)
+    assert found.least == {"a": 5.0} and noted == {"answers": {"a": {"answer": [7]}}}
+
+
+def test_builds_have_the_instructions_that_ours_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_settings, "cpu_isa", lambda: "avx2")
+    cpu_settings.of_level("llama.cpp", "AVX2 = 1 | FMA = 1")
+    cpu_settings.of_level("OpenVINO", "AVX512 = 1")
+    with pytest.raises(Refused, match="avx2"):
+        cpu_settings.of_level("ik_llama.cpp", "AVX2 = 1 | AVX512 = 1")
+    monkeypatch.setattr(cpu_settings, "cpu_isa", lambda: "avx512_bf16")
+    cpu_settings.of_level("ik_llama.cpp", "AVX2 = 1 | AVX512 = 1")
+    with pytest.raises(Refused, match="avx512_bf16"):
+        cpu_settings.of_level("llama.cpp", "AVX2 = 1 | AVX512 = 0")
+
+
+def test_structures_are_read_from_a_header() -> None:
+    """Callbacks and pointers to structures are opaque, comments and commented members are none, and others keep their place."""
+    header = """
+    struct llama_model_params {
+        // a comment; with a semicolon
+        const char * devices;
+        enum llama_split_mode split_mode; // how; to split
+        float    x;
+        //bool gone;
+        llama_progress_callback called;
+        bool     use_mmap;
+        bool     repack_tensors;// at the end
+    };
+
+    typedef struct llama_batch {
+        int32_t n_tokens;
+        llama_seq_id ** seq_id;
+    } llama_batch;
+    """
+    model = ik_llama.structure(header, "llama_model_params")
+    assert [name for name, _ in model._fields_] == [
+        "devices",
+        "split_mode",
+        "x",
+        "called",
+        "use_mmap",
+        "repack_tensors",
+    ]
+    assert (model.x.offset, model.called.offset, model.repack_tensors.offset) == (12, 16, 25)
+    batch = ik_llama.structure(header, "llama_batch")
+    rows = (ik_llama.ctypes.c_int32 * 2)(5, 6)
+    found = batch(
+        1, ik_llama.ctypes.pointer(ik_llama.ctypes.cast(rows, ik_llama.ctypes.POINTER(ik_llama.ctypes.c_int32)))
     )
-    assert found == {"a": 5.0} and noted == {"answers": {"a": {"answer": [7]}}}
+    assert found.seq_id[0][1] == 6
+    with pytest.raises(ValueError, match="llama_context_params"):
+        ik_llama.structure(header, "llama_context_params")
+
+
+def test_figures_name_their_settings() -> None:
+    cells = {"1 after 64": {"b, Q4_0": 2.0}, "8 after 64": {"b, Q4_0": 3.0}}
+    chosen = {"1 after 64": {"b, Q4_0": "slow start"}, "8 after 64": {"b, Q4_0": "flash"}}
+    found = {"figures": {"m": {"1": cells}}, "settings": {"m": {"1": chosen}}, "memory": {}, "file_mb": {}}
+    text = cpu_engines_report.tables(found | {"machine": "one", "torch": "2", "builds": {"b, Q4_0": "3.1, AVX"}})
+    assert "| b, Q4_0 | 2.0 b | 3.0 a |" in text
+    assert "a: b, flash; b: b, slow start. CPU time, minimum of interleaved rounds; one, torch 2, b 3.1" in text
 
 
 def test_tables_show_what_an_engine_cannot_do() -> None:
@@ -65,6 +134,9 @@ def test_a_worker_answers_and_refuses(tmp_path: Path) -> None:
         text = own.tokenizer.encode("import os") if own.tokenizer is not None else []
         expected = own.statistics(own.hidden(cpu_engines.torch.tensor([text]))).ids[0].tolist()
         assert worker("choices", text) == expected
+        took, chosen = worker("prompt", text)
+        assert took > 0 and chosen == expected[-1]
+        assert "(" in worker("about")
         worker("begin", text, 2)
         assert worker("forward", [1, 2]) > 0 and worker("memory") > 50
         took, tokens = worker("answer", text, 6, True)
@@ -98,19 +170,30 @@ def test_kinds_of_drafts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     workers: Any = {
-        "pdkernels": engine("pdkernels", {"none": [40.0, 40.0, 30.0, 50.0], "lookup": [20.0, 20.0, 90.0, 10.0]}),
-        "b": engine("b", {"none": [80.0] * 4, "lookup": [40.0] * 4}),
+        "pdkernels": {"": engine("pdkernels", {"none": [40.0, 40.0, 30.0, 50.0], "lookup": [20.0, 20.0, 90.0, 10.0]})},
+        "b": {
+            "slow": engine("b", {"none": [90.0] * 4, "lookup": [90.0] * 4}),
+            "fast": engine("b", {"none": [80.0] * 4, "lookup": [40.0] * 4}),
+        },
     }
     found: dict[str, Any] = {"tokens": 4, "rounds": 2, "machine": "one", "torch": "2", "rows": {}}
     for _ in range(2):
         drafters_peers.measure(workers, {"quoting": [[1]], "other": [[2]]}, 4, found)
-    assert found["rows"]["pdkernels"]["lookup"]["other"]["0"] == {"ms": 10.0, "forwards": None, "same": True}
-    assert sum(given[3] == "early exit" for given in told["b"]) == 1
+    assert found["rows"]["pdkernels"]["lookup"]["other"]["0"] == {
+        "ms": 10.0,
+        "tried": {"": 10.0},
+        "setting": "",
+        "forwards": None,
+        "same": True,
+    }
+    assert found["rows"]["b"]["none"]["quoting"]["0"]["tried"] == {"slow": 90.0, "fast": 80.0}
+    assert sum(given[3] == "early exit" for given in told["b"]) == 2  # once a setting
     lines = drafters_report.peers_of(found).splitlines()
     assert lines[2] == "| **pdkernels, token by token** | 133.3 | 1.00x | 100.0 | 1.00x | 1.00 | 2 of 2 |"
     assert lines[3] == "| **pdkernels, lookup** | 200.0 | 1.50x | 400.0 | 4.00x | - | 2 of 2 |"
     assert lines[5] == "| b, lookup | 100.0 | 2.00x | 100.0 | 2.00x | - | 1 of 2 |"
     assert lines[6] == "| b, assisted by its first layers | - | - | - | - | - | - |"
+    assert "Answers by the fastest of a peer's settings: b, fast 4. CPU time" in lines[-1]
 
 
 def test_vllm_has_an_engine_for_each_kind_and_its_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,16 +225,16 @@ def test_vllm_has_an_engine_for_each_kind_and_its_steps_are_counted(monkeypatch:
     saved: list[str] = []
     model = SimpleNamespace(save_pretrained=saved.append)
     model.hf_quantizer = SimpleNamespace(remove_quantization_config=lambda given: saved.append("plain"))
-    monkeypatch.setattr(cpu_workers, "dequantized", lambda spec: model)
-    monkeypatch.setattr(cpu_workers.os, "environ", {**cpu_workers.os.environ})
+    monkeypatch.setattr(peers, "dequantized", lambda spec: model)
+    monkeypatch.setattr(peers.os, "environ", {**peers.os.environ})
     threads = cpu_engines.torch.get_num_threads()
-    worker = cpu_workers.Vllm({"file": "f", "folder": "weights", "head": "head", "threads": threads})
+    worker = peers.Vllm({"file": "f", "folder": "weights", "head": "head", "threads": threads})
     assert saved == ["plain", "weights"] and made[0]["speculative_config"] is None
     for how in ("none", "lookup", "eagle", "lookup"):
         took, tokens, forwards = worker.drafted([5, 6], 4, how)
         assert took > 0 and tokens == [0, 1, 2, 3] and forwards == 3
     lookup, head = (options["speculative_config"] for options in made[1:])
-    assert lookup["num_speculative_tokens"] == cpu_workers.DRAFT and lookup["prompt_lookup_max"] == 2
+    assert lookup["num_speculative_tokens"] == DRAFT and lookup["prompt_lookup_max"] == 2
     assert head == {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
     with pytest.raises(NotImplementedError, match="early exit"):
         worker.drafted([5, 6], 4, "early exit")

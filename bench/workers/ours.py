@@ -82,7 +82,7 @@ class Ours(Engine):
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         method = ("jacobi", {"draft": "lookup"}) if lookup else ("autoregressive", {})
         if not hasattr(self, "server"):
-            self.server = self.pd.Engine(self.model, max_running=8, max_new_tokens=new, kept_prompt_tokens=0)
+            self.server = self.pd.Engine(self.model, max_running=32, max_new_tokens=new, kept_prompt_tokens=0)
         first: dict[int, float] = {}
         start = self.clock()
 
