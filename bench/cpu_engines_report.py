@@ -62,7 +62,8 @@ def real_models(path: Path, drafts: Path) -> str:
         lines.append([name, f"`{command}`", *cells])
     per_forward = questions["tokens"] / questions["forwards"]
     note = f"With lookup, 50 questions about Python take {per_forward:.2f} tokens a forward, {100 * questions['equal'] // 50}% of them with the tokens of greedy decoding."
-    return f"{table(head, lines)}\n\n{note} Each peer has the fastest of its settings. {facts(found, '1')}"
+    best = "Each peer has the fastest of its settings. " if found.get("settings") else ""
+    return f"{table(head, lines)}\n\n{note} {best}{facts(found, '1')}"
 
 
 def tables(found: dict[str, Any]) -> str:

@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
 CPU_ENGINES = ROOT / "bench/results/cpu_engines.json"
-CPU_ENGINES_AVX512 = ROOT / "bench/results/cpu_engines_avx512.json"
+CPU_ENGINES_AVX2 = ROOT / "bench/results/cpu_engines_avx2.json"
 DRAFTERS = ROOT / "bench/results/drafters.json"
 DRAFTERS_ANYTHING = ROOT / "bench/results/drafters_anything.json"
 DRAFTERS_PEERS = ROOT / "bench/results/drafters_peers.json"
@@ -386,7 +386,7 @@ TABLES = {
     # Regardless of the argument.
     "transformers tests": lambda rows: transformers_tests(TRANSFORMERS_TESTS),
     "cpu_engines": lambda rows: cpu_engines_report.engines(CPU_ENGINES),
-    "cpu_engines avx512": lambda rows: cpu_engines_report.engines(CPU_ENGINES_AVX512),
+    "cpu_engines avx2": lambda rows: cpu_engines_report.engines(CPU_ENGINES_AVX2),
     "backends": lambda rows: backends.backends_table(backends.RESULTS),
     "server_soak": lambda rows: server_soak.soak_table(server_soak.RESULTS),
     "engine_drafts": lambda rows: engine_drafts.drafts_table(engine_drafts.RESULTS),
