@@ -21,7 +21,7 @@ MODULES = {
 
 
 class Worker:
-    """An engine in its process."""
+    """An engine in its process. `begun` is what its cache was last told to hold."""
 
     def __init__(self, python: str, spec: dict[str, Any]) -> None:
         variables = os.environ | {"OMP_NUM_THREADS": str(spec["threads"]), "PYTHONPATH": _path(python)}
@@ -29,6 +29,7 @@ class Worker:
             [python, str(ROOT / "bench/cpu_workers.py"), json.dumps(spec)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables,
         )  # fmt: skip
+        self.begun: list[Any] | None = None
         self._answer()
 
     def __call__(self, *told: Any) -> Any:

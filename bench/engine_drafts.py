@@ -1,10 +1,11 @@
 """Drafts among many clients: the tokens a second of an engine that drafts, over those of the same engine token by token.
 
-    python -m bench.engine_drafts [--clients 1 2 4 8 16 32] [--rounds 3] [--to bench/results/engine_drafts.json]
+    python -m bench.engine_drafts [--peer-python PYTHON ...] [--ik-llama BUILD] [--clients 1 2 4 8 16 32] [--rounds 3] [--to bench/results/engine_drafts.json]
 
 As many answers run as there are clients: each client asks its next question when it has an answer. Questions of one
 kind have answers that quote their prompt, those of the other kind have not. Answers are greedy and equally long, and a
-figure counts only if all modes give the same.
+figure counts only if all modes give the same. llama.cpp and ik_llama.cpp answer the same questions without drafts, driven as their servers batch, each with the
+fastest of its settings: all clients' first questions, then their next.
 
 Times are CPU time with one thread, which other work on the machine disturbs little: the least of interleaved rounds.
 """
@@ -22,6 +23,9 @@ import torch
 from rich.console import Console
 
 import pdkernels as pd
+from bench.cpu_engines import Rivals, engines
+from bench.cpu_processes import pythons
+from bench.cpu_settings import hold_to_level
 from bench.gpu_report import table
 from bench.records import write
 from pdkernels.evaluation.machine import processor
@@ -88,6 +92,23 @@ def speeds(
     return found
 
 
+def peer_speeds(
+    rivals: Rivals, prompts: Sequence[list[int]], sizes: Sequence[int], rounds: int, new: int
+) -> dict[str, dict[str, float]]:
+    """As `speeds`, of other engines token by token, each with the fastest of its settings."""
+    found: dict[str, dict[str, float]] = {}
+    for name, by_setting in rivals.items():
+        for size in sizes:
+            turns = [[prompts[(client + turn) % len(prompts)] for client in range(size)] for turn in range(QUESTIONS)]
+            least = min(
+                sum(worker("clients", asked, new, False)[0] for asked in turns)
+                for _ in range(rounds)
+                for worker in by_setting.values()
+            )
+            found.setdefault(f"{name}, token by token", {})[str(size)] = 1e3 * new * size * QUESTIONS / least
+    return found
+
+
 def drafts_table(path: Path) -> str:
     """A line for each kind of text and mode: tokens a second with each number of clients, and over token by token."""
     if not path.exists():
@@ -110,6 +131,8 @@ def drafts_table(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, help="a GGUF file; SmolLM2-135M without one")
+    parser.add_argument("--peer-python", nargs="*", default=[], metavar="PYTHON", help="other environments' Pythons")
+    parser.add_argument("--ik-llama", type=Path, metavar="BUILD", help="a folder in which ik_llama.cpp was built")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
@@ -118,18 +141,19 @@ def main() -> None:
     torch.set_num_threads(1)
     file = chosen.file or packaged("smollm2-135m-instruct")
     model = pd.models.load(file)
-    figures = {
-        kind: speeds(
-            model,
-            MODES,
-            [make(model.tokenizer, subject) for subject in SUBJECTS],
-            sorted(chosen.clients),
-            chosen.rounds,
-            chosen.tokens,
-            list(MODES),
-        )
-        for kind, make in (("that quote their prompt", quoting), ("that do not", asking))
+    hold_to_level()
+    python, sizes = pythons(chosen.peer_python, chosen.ik_llama), sorted(chosen.clients)
+    made = {
+        name: {"engine": name, "file": str(file), "threads": 1, "built": str(chosen.ik_llama)}
+        for name in ("llama.cpp", "ik_llama.cpp")
+        if name in python
     }
+    figures = {}
+    with engines(made, python, {}) as rivals:
+        for kind, make in (("that quote their prompt", quoting), ("that do not", asking)):
+            prompts = [make(model.tokenizer, subject) for subject in SUBJECTS]
+            figures[kind] = speeds(model, MODES, prompts, sizes, chosen.rounds, chosen.tokens, list(MODES))
+            figures[kind] |= peer_speeds(rivals, prompts, sizes, chosen.rounds, chosen.tokens)
     facts = {"file": Path(file).name, "machine": processor(), "rounds": chosen.rounds, "tokens": chosen.tokens}
     command = "python -m bench.engine_drafts"
     write(chosen.to, facts | {"command": command, "processor_seconds": time.process_time(), "figures": figures})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import cpu_engines, cpu_engines_report, cpu_settings, drafters_peers, drafters_report, engine_load
-from bench.cpu_engines import ANSWER, LEAST_ROUNDS, TRIES, Cell
+from bench.cpu_engines import ANSWER, LEAST_ROUNDS, Cell
 from bench.cpu_processes import Refused, Worker
 from bench.workers import ik_llama, peers
 from bench.workers.engine import DRAFT
@@ -19,7 +19,7 @@ from bench.workers.engine import DRAFT
 
 class Fake:
     def __init__(self, *times: Any) -> None:
-        self.times, self.told = list(times), []
+        self.times, self.told, self.begun = list(times), [], None
 
     def __call__(self, *told: Any) -> Any:
         self.told.append(told)
@@ -47,7 +47,9 @@ def test_the_fastest_setting_goes_on() -> None:
     found = cpu_engines.measure(Cell("1 after 64", ["begin", [1], 1], ["forward", [2]]), rivals, 0.0, {})
     assert found.least == {"b": 4.0} and found.settings == {"b": "fast"}
     assert found.tried == {"b": {"slow": 9.0, "fast": 4.0}}
-    assert len(slow.told) == 1 + TRIES and len(fast.told) == 1 + TRIES + LEAST_ROUNDS
+    assert len(slow.told) == 1 + 2 and len(fast.told) == 1 + 2 + LEAST_ROUNDS
+    cpu_engines.measure(Cell("8 after 64", ["begin", [1], 1], ["forward", [2]]), rivals, 0.0, {})
+    assert [told[0] for told in slow.told].count("begin") == 1, "its cache holds the same tokens"
 
 
 def test_an_answer_is_ms_a_token() -> None:
