@@ -143,7 +143,7 @@ def main() -> None:
     model = pd.models.load(file)
     hold_to_level()
     python, sizes = pythons(chosen.peer_python, chosen.ik_llama), sorted(chosen.clients)
-    made = {
+    made: dict[str, dict[str, Any]] = {
         name: {"engine": name, "file": str(file), "threads": 1, "built": str(chosen.ik_llama)}
         for name in ("llama.cpp", "ik_llama.cpp")
         if name in python

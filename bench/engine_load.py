@@ -127,7 +127,7 @@ def main() -> None:
     prompts += [asking(tokenizer, subject) for subject in SUBJECTS[len(QUESTIONS) :]]
     hold_to_level()
     python, asked = pythons(chosen.peer_python, chosen.ik_llama), dict[str, tuple[Ask, bool]]()
-    made = {
+    made: dict[str, dict[str, Any]] = {
         name: {"engine": name, "file": str(file), "threads": 1, "built": str(chosen.ik_llama)}
         for name in ("pdkernels", "llama.cpp", "ik_llama.cpp")
         if name in python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from bench import cpu_engines, cpu_engines_report, cpu_settings, drafters_peers, drafters_report, engine_load
+from bench import (
+    cpu_engines,
+    cpu_engines_report,
+    cpu_settings,
+    drafters_peers,
+    drafters_report,
+    engine_drafts,
+    engine_load,
+)
 from bench.cpu_engines import ANSWER, LEAST_ROUNDS, Cell
 from bench.cpu_processes import Refused, Worker
 from bench.workers import ik_llama, peers
@@ -19,7 +28,7 @@ from bench.workers.engine import DRAFT
 
 class Fake:
     def __init__(self, *times: Any) -> None:
-        self.times, self.told, self.begun = list(times), [], None
+        self.times, self.told, self.begun = list(times), list[Any](), None
 
     def __call__(self, *told: Any) -> Any:
         self.told.append(told)
@@ -101,10 +110,8 @@ def test_structures_are_read_from_a_header() -> None:
     ]
     assert (model.x.offset, model.called.offset, model.repack_tensors.offset) == (12, 16, 25)
     batch = ik_llama.structure(header, "llama_batch")
-    rows = (ik_llama.ctypes.c_int32 * 2)(5, 6)
-    found = batch(
-        1, ik_llama.ctypes.pointer(ik_llama.ctypes.cast(rows, ik_llama.ctypes.POINTER(ik_llama.ctypes.c_int32)))
-    )
+    rows = (ctypes.c_int32 * 2)(5, 6)
+    found = batch(1, ctypes.pointer(ctypes.cast(rows, ctypes.POINTER(ctypes.c_int32))))
     assert found.seq_id[0][1] == 6
     with pytest.raises(ValueError, match="llama_context_params"):
         ik_llama.structure(header, "llama_context_params")
@@ -284,6 +291,22 @@ def test_clients_take_turns_and_the_least_round_counts() -> None:
     found, answers = engine_load.measure({"pdkernels": (ask, False)}, [[1], [2]], [1, 2], 2, 4)
     assert found["pdkernels"]["1"]["ms"] == 20.0 and found["pdkernels"]["2"]["ms"] == 8.0
     assert found["pdkernels"]["2"]["tokens_per_second"] == 1000.0 and answers == {"pdkernels": [[7, 0], [7, 1]]}
+
+
+def test_clients_of_peers_ask_all_questions_and_the_fastest_setting_counts() -> None:
+    told: list[Any] = []
+
+    def worker(ms: float) -> Any:
+        def answered(*given: Any) -> Any:
+            told.append(given)
+            return ms, [0.0], []
+
+        return answered
+
+    rivals: Any = {"b": {"slow": worker(500.0), "fast": worker(250.0)}}
+    found = engine_drafts.peer_speeds(rivals, [[1], [2], [3]], [2], 1, 4)
+    assert found == {"b, token by token": {"2": 4 * 2 * 2 / 0.5}}
+    assert [given[1] for given in told[:2]] == [[[1], [2]], [[2], [3]]]
 
 
 def test_eight_clients_get_three_times_the_tokens_of_one() -> None:
