@@ -105,7 +105,8 @@ class OpenVino(Engine):
 
     def about(self) -> str:
         limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
-        return self.api.get_version() + (f", ONEDNN_MAX_CPU_ISA={limit}" if limit else "")
+        version: str = self.api.get_version().split("-")[0]
+        return version + (f", ONEDNN_MAX_CPU_ISA={limit}" if limit else "")
 
     def pipeline(self, **options: Any) -> Any:
         options |= self.setting | {"INFERENCE_NUM_THREADS": self.spec["threads"]}
