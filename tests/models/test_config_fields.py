@@ -16,8 +16,8 @@ transformers = pytest.importorskip(
     "transformers", reason="compares with the configs of transformers 5", minversion="5.15"
 )
 
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
-KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3", *MIXTURES)
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3", "olmo2", "olmo3", *MIXTURES)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 LLAMA3 = dict(
@@ -45,9 +45,15 @@ def base(kind: str) -> dict[str, Any]:
     if kind == "qwen3_moe":
         fields |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
     if kind == "olmoe":
-        fields |= {"num_experts": 5, "num_experts_per_tok": 2, "eos_token_id": 5}
-    if kind == "mixtral":
+        fields |= {"num_experts": 5, "num_experts_per_tok": 2}
+    if kind in ("mixtral", "gpt_oss"):
         fields |= {"num_local_experts": 5, "num_experts_per_tok": 2}
+    if kind.startswith("olmo"):
+        fields["eos_token_id"] = 5
+    if kind == "olmo3":
+        rule = fields["rope_parameters"]
+        fields |= {"rope_parameters": {"full_attention": rule, "sliding_attention": dict(rule)}, "sliding_window": 4}
+        fields["layer_types"] = ["sliding_attention", "full_attention"]
     return fields
 
 
@@ -139,6 +145,8 @@ EXPERTS: dict[str, list[Any]] = {
     "output_router_logits": [True],
     "router_aux_loss_coef": [0.5],
     "router_jitter_noise": [0.5],
+    "swiglu_alpha": [1.0],
+    "swiglu_limit": [0.5],
     "shared_expert_intermediate_size": [0],
     "clip_qkv": [0.1, None],
 }

@@ -17,7 +17,7 @@ from tests.models.test_config_fields import BETA, LLAMA3, MIXTURES, TOKENS, YARN
 transformers = pytest.importorskip("transformers")
 if int(transformers.__version__.partition(".")[0]) < 5:
     pytest.skip("older classes neither check types nor read rope_parameters", allow_module_level=True)
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "ministral3", *MIXTURES, "lfm2", "qwen3_5_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "ministral3", "olmo2", "olmo3", *MIXTURES, "lfm2", "qwen3_5_text")
 _FAST = ("mistral", "qwen3_moe", "qwen3_5_text")
 _OF_NO_MATTER = {
     # Of training, caches or dropout, which are off: nothing here reads them.

@@ -173,8 +173,9 @@ class NewRows(NamedTuple):
     cu_seqlens: torch.Tensor | None = None
     """Where the rows of each sequence begin, if those of all are the rows of one entry."""
 
-    def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
+    def attend_(self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape. `sinks`
+        ``(heads,)``: a further score of each."""
         # `split` of a tensor is a function in Python that calls this one.
         qk, v = qkv.split_with_sizes((qkv.shape[2] - self.kv_heads, self.kv_heads), -2)
         visibility, starts, rotation = self.seen[layer] if self.seen else (self.visibility, None, None)
@@ -185,13 +186,19 @@ class NewRows(NamedTuple):
         if self.rotation.query_scale is not None:
             q = q * self.rotation.query_scale.to(q.dtype)
         if self.cache is None:
-            return attend(q, k, v, visibility)
+            return attend(q, k, v, visibility, sinks)
         if self.cu_seqlens is not None:
-            return self._attend_packed(q[0], k[0], v[0], self.cu_seqlens, layer)
-        return attend_cached(q, k, v, visibility, self.cache, layer, self.counts, starts)
+            return self._attend_packed(q[0], k[0], v[0], self.cu_seqlens, layer, sinks)
+        return attend_cached(q, k, v, visibility, self.cache, layer, self.counts, starts, sinks)
 
     def _attend_packed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, layer: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        layer: int,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         cache, plan = self.cache, self.visibility.mask
         assert cache is not None and isinstance(plan, TilePlan)
@@ -206,6 +213,7 @@ class NewRows(NamedTuple):
             plan,
             cu_seqlens=cu_seqlens,
             block_table=cache.block_table,
+            sinks=sinks,
         )
         return mixed[None]
 
@@ -239,6 +247,7 @@ def attend_cached(
     layer: int,
     counts: torch.Tensor | None,
     starts: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached prefix and each other; their K and V are stored after it."""
     if isinstance(visibility.mask, TilePlan):  # as on any 8-bit cache, see `cached_visibility`
@@ -254,9 +263,10 @@ def attend_cached(
             counts=counts,
             starts=starts,
             block_table=cache.block_table,
+            sinks=sinks,
         )
     cache.append_(layer, k, v, counts)
-    return attend_stored(q, k, v, visibility, cache, layer)
+    return attend_stored(q, k, v, visibility, cache, layer, sinks=sinks)
 
 
 def attend_stored(
@@ -267,29 +277,33 @@ def attend_stored(
     cache: Cache,
     layer: int,
     starts: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens whose K and V, in the form of the cache, are already stored after the prefix."""
     if isinstance(visibility.mask, TilePlan):
-        k_cache, v_cache = cache.k[layer], cache.v[layer]
-        return speculative_attention(
-            q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, starts=starts, block_table=cache.block_table
-        )
+        stored_rows = cache.k[layer], cache.v[layer], cache.lengths
+        options = {"starts": starts, "block_table": cache.block_table, "sinks": sinks}
+        return speculative_attention(q, k, v, *stored_rows, visibility.mask, **options)
     # The new K and V come from the forward: the cache may not store all of them.
     keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
-    return attend(q, keys, values, visibility)
+    return attend(q, keys, values, visibility, sinks)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Grouped-query attention of q `(batch, rows, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
     if isinstance(visibility.mask, TilePlan):
         if q.dtype not in KERNEL_DTYPES or not takes_head_dim(q.shape[3]):
             expectation = f"be a bool tensor for a model in {q.dtype} with heads of {q.shape[3]}, which no kernel takes"
             fail("Transformer", "mask", expectation, "a TilePlan", "Pass mask.dense().")
-        return block_sparse_attention(q, k, v, visibility.mask)
-    if visibility.mask is None and q.requires_grad and q.device.type == "cpu":
+        return block_sparse_attention(q, k, v, visibility.mask, sinks=sinks)
+    if visibility.mask is None and q.requires_grad and q.device.type == "cpu" and sinks is None:
         return _by_matmul(q, k, v, visibility.causal)
     if q.device.type == "cpu" and not _is_ordinary(q, k, v):
-        return _by_formula(q, k, v, visibility)
+        return _by_formula(q, k, v, visibility, sinks)
+    if sinks is not None:
+        k, v, visibility = _with_sinks(q, k, v, visibility, sinks)
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -311,14 +325,32 @@ def _is_ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return largest[0] * largest[1] * q.shape[3] < LARGEST and largest[2] < math.inf
 
 
-def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+def _dense(visibility: Visibility, rows: int, keys: int, device: torch.device) -> torch.Tensor:
+    """What rows see, without a plan."""
+    if visibility.mask is None:
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=device)
+        return seen.tril() if visibility.causal else seen
+    assert isinstance(visibility.mask, torch.Tensor)
+    return visibility.mask
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Visibility]:
+    """K, V and a mask of scores with one more key, of zeros, whose score is the sink of a head."""
+    seen = _dense(visibility, q.shape[1], k.shape[1], q.device).expand(len(q), q.shape[2], q.shape[1], -1)
+    scores = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
+    scores = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand_as(scores[..., :1])], -1)
+    k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+    return k, v, Visibility(scores)
+
+
+def _by_formula(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention that skips masked pairs instead of multiplying by 0, because 0 times NaN is NaN."""
     rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    seen = visibility.mask
-    if seen is None:
-        seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
-        seen = seen.tril() if visibility.causal else seen
-    assert isinstance(seen, torch.Tensor)
+    seen = _dense(visibility, rows, keys, q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.transpose(1, 2).to(wide)
     pairs = seen[..., None]
@@ -327,8 +359,10 @@ def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: V
         key, value = (x[:, :, head // group].to(wide)[:, None, None] for x in (k, v))
         scores = (torch.where(pairs, queries[:, head, None, :, None], 0) * torch.where(pairs, key, 0)).sum(-1)
         scores = (scores * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head].to(wide).expand_as(scores[..., :1])], -1)
         nothing = scores.isneginf().all(-1, keepdim=True)
-        weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0).masked_fill(~seen, 0)
+        weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)[..., :keys].masked_fill(~seen, 0)
         heads.append((weights[..., None] * torch.where(pairs, value, 0)).sum(-2))
     return torch.cat(heads, 1).transpose(1, 2).to(v.dtype)
 

@@ -30,8 +30,7 @@ class ExpertsConfig:
     """A mixture of experts in place of the MLP of a layer: SwiGLUs, of which a router chooses some for every row.
 
     A row's weights are the softmax of the router's logits, of the `per_token` experts with the largest. Or the logits
-    become scores between 0 and 1 each (LLaDA2): then a bias may be added for the choice, which may be of the experts of
-    a few groups.
+    become scores between 0 and 1 each (LLaDA2), and the choice may be of the experts of a few groups.
 
     >>> ExpertsConfig(count=8, per_token=2, intermediate_size=16).normalized
     True
@@ -52,7 +51,8 @@ class ExpertsConfig:
     """Layers with an MLP all the same."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     biased: bool = False
-    """Whether a bias is added to the scores for the choice of experts, not for their weights."""
+    """Whether the router has a bias: of its logits, or with sigmoid of the scores by which experts are chosen, not of
+    their weights."""
     groups: int = 1
     """Groups of consecutive experts. A row's experts are of `chosen_groups` of them, those whose two largest scores
     have the largest sum."""
@@ -61,6 +61,12 @@ class ExpertsConfig:
     """Factor of the weights."""
     shared_size: int = 0
     """Intermediate size of an MLP whose output is added for every row; 0: none."""
+    matrix_biases: bool = False
+    """Biases of the experts' matrices."""
+    clamp: float | None = None
+    """Gates are at most this large, and what they multiply lies between its negative and it; 1 is then added to the
+    latter, and the gate is ``x * sigmoid(gate_slope * x)`` (gpt-oss). None: a SwiGLU."""
+    gate_slope: float = 1.702
 
     def __post_init__(self) -> None:
         op = "ExpertsConfig"
@@ -69,7 +75,7 @@ class ExpertsConfig:
             check_type(type(value) is int, op, name, "be an int", type(value).__name__)
             check_int(op, name, value, 1)
         check(self.per_token <= self.count, op, "per_token", f"be at most count ({self.count})", self.per_token)
-        for name in ("normalized", "biased"):
+        for name in ("normalized", "biased", "matrix_biases"):
             check_flag(op, name, getattr(self, name))
         for name in ("first", "shared_size"):
             check_type(type(getattr(self, name)) is int, op, name, "be an int", type(getattr(self, name)).__name__)
@@ -87,12 +93,20 @@ class ExpertsConfig:
             f"hold {self.per_token} experts, {each} each, and be at most groups",
             self.chosen_groups,
         )
-        scores_fit = self.scores == "sigmoid" or not (self.biased or self.groups > 1)
-        check(scores_fit, op, "scores", "be 'sigmoid' with a bias or groups", repr(self.scores))
+        scores_fit = self.scores == "sigmoid" or self.groups == 1
+        check(scores_fit, op, "scores", "be 'sigmoid' with groups", repr(self.scores))
+        for name in ("clamp", "gate_slope"):
+            value = getattr(self, name)
+            check_number(op, name, 1.0 if value is None else value, 0, FINITE, "not be negative")
         valid = isinstance(self.dense_layers, tuple) and all(
             type(layer) is int and layer >= 0 for layer in self.dense_layers
         )
         check(valid, op, "dense_layers", "be a tuple of numbers of layers", self.dense_layers)
+
+    @property
+    def usual(self) -> bool:
+        """Whether experts are plain SwiGLUs, and a softmax of logits has no bias."""
+        return self.clamp is None and not self.matrix_biases and (self.scores == "sigmoid" or not self.biased)
 
     def are_in(self, layer: int) -> bool:
         """Whether the layer of this number has experts."""
@@ -151,6 +165,10 @@ class TransformerConfig:
     """The base of RoPE, without scaling, in layers with a window; None: as in the others (Gemma 3)."""
     outer_norms: bool = False
     """Norms of what attention and the MLP return, before it is added to the residual (Gemma 3)."""
+    inner_norms: bool = True
+    """Norms of what attention and the MLP take (OLMo 3 has none)."""
+    sinks: bool = False
+    """A score of each head that takes its part of the softmax and has no value (gpt-oss)."""
     activation: Literal["silu", "gelu"] = "silu"
     """Of the MLP's gate; "gelu" by its approximation with tanh."""
     embedding_scale: float = 1.0
@@ -187,7 +205,8 @@ class TransformerConfig:
             "be a RopeScaling or None",
             type(scaling).__name__,
         )
-        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head", "outer_norms"):
+        flags = "qkv_bias output_bias mlp_bias qk_norm whole_qk_norm tied_head outer_norms inner_norms sinks"
+        for name in flags.split():
             check_flag(op, name, getattr(self, name))
         check(self.qk_norm or not self.whole_qk_norm, op, "whole_qk_norm", "be False without qk_norm", True)
         _check_numbers(op, self)
@@ -235,8 +254,10 @@ class TransformerConfig:
     def usual(self) -> bool:
         """Whether layers are those of Llama and Qwen3: two norms, SwiGLU, one rotation, queries scaled by the width of a
         head."""
-        two_norms = self.activation == "silu" and not (self.outer_norms or self.whole_qk_norm)
-        return two_norms and self.query_scale is None and self.window_rope_theta is None
+        two_norms = self.inner_norms and not (self.outer_norms or self.whole_qk_norm)
+        one_rotation = self.query_scale is None and self.window_rope_theta is None
+        experts = self.experts is None or self.experts.usual
+        return two_norms and one_rotation and experts and self.activation == "silu" and not self.sinks
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer of this number has experts in place of an MLP."""

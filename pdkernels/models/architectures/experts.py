@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -17,6 +20,8 @@ class ExpertLayer(Layer):
     router_bias: nn.Parameter | None
     experts_gate_up: Matrix
     experts_down: Matrix
+    experts_gate_up_bias: nn.Parameter | None
+    experts_down_bias: nn.Parameter | None
     shared_gate_up: Matrix | None
     shared_down: Matrix | None
 
@@ -24,9 +29,12 @@ class ExpertLayer(Layer):
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
         self.router = nn.Parameter(torch.empty(experts.count, hidden))
-        self.register_parameter("router_bias", nn.Parameter(torch.empty(experts.count)) if experts.biased else None)
+        self._add_vectors({"router_bias": experts.count * experts.biased})
         self.experts_gate_up = nn.Parameter(torch.empty(experts.count, 2 * experts.intermediate_size, hidden))
         self.experts_down = nn.Parameter(torch.empty(experts.count, hidden, experts.intermediate_size))
+        for name, size in (("experts_gate_up_bias", 2 * experts.intermediate_size), ("experts_down_bias", hidden)):
+            bias = nn.Parameter(torch.empty(experts.count, size)) if experts.matrix_biases else None
+            self.register_parameter(name, bias)
         shared = experts.shared_size
         for name, shape in (("shared_gate_up", (2 * shared, hidden)), ("shared_down", (hidden, shared))):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if shared else None)
@@ -36,13 +44,19 @@ class ExpertLayer(Layer):
         assert experts is not None
         rows = normed.flatten(0, -2)
         if experts.scores == "softmax":
-            weights, ids = chosen_experts(linear(rows, self.router), experts)
+            weights, ids = chosen_experts(linear(rows, self.router, self.router_bias), experts)
         else:
             weights, ids = chosen_by_sigmoid(wide_linear(rows, self.router), self.router_bias, experts)
-        out = mixture(rows, weights, ids, self.experts_gate_up, self.experts_down).view_as(normed)
+        out = self._mixture(rows, weights, ids).view_as(normed)
         if self.shared_gate_up is None or self.shared_down is None:
             return out
         return out + linear(gated(linear(normed, self.shared_gate_up)), self.shared_down)
+
+    def _mixture(self, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        experts, biases = self.config.experts, (self.experts_gate_up_bias, self.experts_down_bias)
+        assert experts is not None
+        gate = gated if experts.clamp is None else partial(clamped_gate, limit=experts.clamp, slope=experts.gate_slope)
+        return mixture(rows, weights, ids, self.experts_gate_up, self.experts_down, biases, gate)
 
 
 def chosen_experts(logits: torch.Tensor, experts: ExpertsConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,6 +99,13 @@ def in_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return rows[order.argsort()]
 
 
+def clamped_gate(x: torch.Tensor, limit: float, slope: float) -> torch.Tensor:
+    """The gate of `ExpertsConfig.clamp`, of ``gate, up = x.chunk(2, -1)``."""
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (slope * gate).sigmoid() * (up + 1)
+
+
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The sum of `outputs` `(rows, per_token, width)` with `weights` `(rows, per_token)`, in float32 or float64."""
     wide = torch.promote_types(outputs.dtype, torch.float32)
@@ -101,6 +122,8 @@ def mixture(
     ids: torch.Tensor,
     gate_up: Matrix | torch.Tensor,
     down: Matrix | torch.Tensor,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    gate: Callable[[torch.Tensor], torch.Tensor] = gated,
 ) -> torch.Tensor:
     """The weighted sum of the outputs of the experts `ids` `(rows, per_token)` for the rows of `x` `(rows, hidden)`.
 
@@ -108,6 +131,6 @@ def mixture(
     same bits in any batch.
     """
     order, ends = sorted_by_expert(ids, len(gate_up))
-    inner = gated(grouped_linear(x[order // ids.shape[1]], gate_up, ends))
-    outputs = in_order(grouped_linear(inner, down, ends), order)
+    inner = gate(grouped_linear(x[order // ids.shape[1]], gate_up, ends, biases[0]))
+    outputs = in_order(grouped_linear(inner, down, ends, biases[1]), order)
     return weighted_sum(outputs.view(*ids.shape, -1), weights).to(x.dtype)

@@ -36,6 +36,9 @@ class Layer(nn.Module):
     down_bias: nn.Parameter | None
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
+    attention_norm: nn.Parameter | None
+    mlp_norm: nn.Parameter | None
+    sinks: nn.Parameter | None
     attention_out_norm: nn.Parameter | None
     mlp_out_norm: nn.Parameter | None
     adapter_in: nn.Parameter | None
@@ -46,18 +49,18 @@ class Layer(nn.Module):
         self.config = config
         hidden, width = config.hidden_size, config.heads * config.head_dim
         qkv_width = width + 2 * config.kv_heads * config.head_dim
-        self.attention_norm = nn.Parameter(torch.empty(hidden))
+        inner = hidden * config.inner_norms
+        self._add_vectors({"attention_norm": inner})
         self.qkv = nn.Parameter(torch.empty(qkv_width, hidden))
-        self.register_parameter("qkv_bias", nn.Parameter(torch.empty(qkv_width)) if config.qkv_bias else None)
-        for name in ("q_norm", "k_norm"):
-            size = config.qk_norm_sizes.get(name)
-            self.register_parameter(name, None if size is None else nn.Parameter(torch.empty(size)))
+        norms = {name: config.qk_norm_sizes.get(name, 0) for name in ("q_norm", "k_norm")}
+        self._add_vectors({"qkv_bias": qkv_width * config.qkv_bias, **norms, "sinks": config.heads * config.sinks})
         self.output = nn.Parameter(torch.empty(hidden, width))
-        self.mlp_norm = nn.Parameter(torch.empty(hidden))
+        self._add_vectors({"mlp_norm": inner})
         self._add_mlp(config)
-        self._add_biases({"output_bias": hidden * config.output_bias})
-        for name in ("attention_out_norm", "mlp_out_norm"):
-            self.register_parameter(name, nn.Parameter(torch.empty(hidden)) if config.outer_norms else None)
+        outer = hidden * config.outer_norms
+        self._add_vectors(
+            {"output_bias": hidden * config.output_bias, "attention_out_norm": outer, "mlp_out_norm": outer}
+        )
         self.register_parameter("adapter_in", None)
         self.register_parameter("adapter_out", None)
 
@@ -65,9 +68,9 @@ class Layer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up = nn.Parameter(torch.empty(2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(hidden, inner))
-        self._add_biases({"gate_up_bias": 2 * inner * config.mlp_bias, "down_bias": hidden * config.mlp_bias})
+        self._add_vectors({"gate_up_bias": 2 * inner * config.mlp_bias, "down_bias": hidden * config.mlp_bias})
 
-    def _add_biases(self, sizes: dict[str, int]) -> None:
+    def _add_vectors(self, sizes: dict[str, int]) -> None:
         for name, size in sizes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(size)) if size else None)
 
@@ -75,28 +78,38 @@ class Layer(nn.Module):
         self,
         x: torch.Tensor,
         added: torch.Tensor | None,
-        attend: Callable[[torch.Tensor], torch.Tensor],
+        attend: Callable[..., torch.Tensor],
         adapted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual and the output of the MLP, which the next layer adds up.
 
         `added` is the MLP's output of the previous layer, which is still to be added to `x`, None for the first layer;
-        `attend` maps the output of `project` to the input of `project_out`. A layer reads only its own parameters,
-        because FSDP holds them only while it runs.
+        `attend` maps the output of `project`, and `sinks` where there are some, to the input of `project_out`. A layer
+        reads only its own parameters, because FSDP holds them only while it runs.
         """
-        if added is None:
-            normed = self.normed(x)
-        else:
-            x, normed = add_norm(added, x, None, self.attention_norm, self.config.norm_eps)
-        mixed = attend(self.project(normed))
-        x, normed = add_norm(self.project_out(mixed, adapted), x, None, self.mlp_norm, self.config.norm_eps)
+        x, normed = (x, self.normed(x)) if added is None else self._sum(added, x, self.attention_norm)
+        qkv = self.project(normed)
+        mixed = attend(qkv) if self.sinks is None else attend(qkv, sinks=self.sinks)
+        x, normed = self._sum(self.project_out(mixed, adapted), x, self.mlp_norm)
         return x, self._outer(self._mlp(normed))
+
+    def _sum(
+        self, added: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual with what is added to it, and what follows takes."""
+        if norm is None:
+            x = added + x
+            return x, x
+        return add_norm(added, x, None, norm, self.config.norm_eps)
+
+    def _normed(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return x if norm is None else rms_norm(x, norm, self.config.norm_eps)
 
     # ---- the parts, `x` always (batch, rows, hidden_size)
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """The input of attention's projections for `x`."""
-        return rms_norm(x, self.attention_norm, self.config.norm_eps)
+        return self._normed(x, self.attention_norm)
 
     def project(self, normed: torch.Tensor, which: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
         """q, k and v, or some of them, before the rotation: `(batch, rows, heads, head_dim)`.
@@ -129,15 +142,14 @@ class Layer(nn.Module):
         if adapted is not None:
             assert self.adapter_in is not None and self.adapter_out is not None
             out = out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
-        norm = self.attention_out_norm
-        return out if norm is None else rms_norm(out, norm, self.config.norm_eps)
+        return self._normed(out, self.attention_out_norm)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's output for the residual `x`, to which it is added."""
-        return self._outer(self._mlp(rms_norm(x, self.mlp_norm, self.config.norm_eps)))
+        return self._outer(self._mlp(self._normed(x, self.mlp_norm)))
 
     def _outer(self, out: torch.Tensor) -> torch.Tensor:
-        return out if self.mlp_out_norm is None else rms_norm(out, self.mlp_out_norm, self.config.norm_eps)
+        return self._normed(out, self.mlp_out_norm)
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
         gate_up = linear(normed, self.gate_up, self.gate_up_bias)
@@ -155,6 +167,6 @@ class Layer(nn.Module):
             f"hold b of shape ({len(self.output)}, {len(a)})",
             tuple(b.shape),
         )
-        like = self.attention_norm if isinstance(self.output, QuantizedWeight) else self.output
+        like = next(self.parameters()) if isinstance(self.output, QuantizedWeight) else self.output
         self.adapter_in = nn.Parameter(a.detach().to(like), like.requires_grad)
         self.adapter_out = nn.Parameter(b.detach().to(like), like.requires_grad)

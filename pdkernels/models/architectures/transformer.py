@@ -126,11 +126,11 @@ class Transformer(nn.Module):
     def initialize_(self) -> None:
         """Initialises weights with N(0, 0.02^2); projections into the residual stream are smaller with more layers."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() >= 2:
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() >= 2:
                 deep = name.endswith(("output", "down"))
                 parameter.normal_(std=0.02 / math.sqrt(2 * self.config.layers) if deep else 0.02)
-            elif name.endswith("bias"):
-                parameter.zero_()
             else:
                 parameter.fill_(1.0)
 
@@ -387,8 +387,8 @@ class Transformer(nn.Module):
             torch.Size([1, 1, 16])
         """
         check_tokens("Transformer.recompute", tokens, self.device)
-        if self.config.query_scale is not None or self.config.window_rope_theta is not None:
-            fault = "layers with a rotation or a scale of their own cannot compute rows anew"
+        if self.config.query_scale is not None or self.config.window_rope_theta is not None or self.config.sinks:
+            fault = "layers with sinks or with a rotation or a scale of their own cannot compute rows anew"
             raise NotImplementedError(sentence("Transformer.recompute", fault, "Use a method for causal models."))
         with torch.no_grad():
             table = self._rope(cache.capacity)

@@ -18,6 +18,7 @@ from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.rope import LinearScaling, RopeScaling
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
+from pdkernels.models.checkpoints.hf_windows import KINDS, SLIDING, layer_kinds, windows_of
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.gguf_keys import Keys
 from pdkernels.models.files.layout import Layout, Parts
@@ -30,7 +31,6 @@ EVERY = 6
 """Each layer of this number sees the whole text, where config.json names no layers."""
 LOCAL_THETA = 10000.0
 _NORMS = ("norm", "attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
-_KINDS = ("sliding_attention", "full_attention")
 
 
 def from_gemma3_config(config: Mapping[str, Any]) -> TransformerConfig:
@@ -51,8 +51,8 @@ def from_gemma3_config(config: Mapping[str, Any]) -> TransformerConfig:
     for name in ("attention_bias", "use_bidirectional_attention"):
         demand(not fields.flag(name, False, null=False), name, "be false", True)
     layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
-    window = fields.integer("sliding_window", 4096)
-    kinds = _kinds(fields, layers)
+    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", EVERY))
+    kinds = layer_kinds(fields, layers, pattern)
     theta, scaling, local = _rotations(fields)
     with read_from("config.json"):
         return TransformerConfig(
@@ -68,8 +68,8 @@ def from_gemma3_config(config: Mapping[str, Any]) -> TransformerConfig:
             norm_eps=fields.number("rms_norm_eps", 1e-6, minimum=0),
             tied_head=fields.flag("tie_word_embeddings", True),
             max_positions=fields.integer("max_position_embeddings", 131072),
-            windows=tuple(Window(window) if kind == "sliding_attention" else None for kind in kinds),
-            window_rope_theta=local if "sliding_attention" in kinds else None,
+            windows=windows_of(fields, kinds, 4096),
+            window_rope_theta=local if SLIDING in kinds else None,
             query_scale=fields.number("query_pre_attn_scalar", 256, above=0) ** -0.5,
             **settings(hidden),
         )
@@ -110,22 +110,11 @@ def settings(hidden: int) -> dict[str, Any]:
     return {"qk_norm": True, "outer_norms": True, "activation": "gelu", "embedding_scale": hidden**0.5}
 
 
-def _kinds(fields: Fields, layers: int) -> list[str]:
-    check(layers <= MAX_LAYERS, OP, "config.json: num_hidden_layers", f"be at most {MAX_LAYERS}", layers)
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", EVERY))
-        return [_KINDS[(layer + 1) % pattern == 0] for layer in range(layers)]
-    valid = isinstance(kinds, list) and len(kinds) == layers and all(kind in _KINDS for kind in kinds)
-    check(valid, OP, "config.json: layer_types", f"name {layers} layers of {', '.join(_KINDS)}", shown(kinds))
-    return list(kinds)
-
-
 def _rotations(fields: Fields) -> tuple[float, LinearScaling | None, float]:
     """The base and the scaling of layers that see the whole text, and the base of the others."""
     rules = fields.part("rope_parameters")
-    if any(kind in rules.values for kind in _KINDS):
-        local, full = (rules.part(kind) for kind in _KINDS)
+    if any(kind in rules.values for kind in KINDS):
+        local, full = (rules.part(kind) for kind in KINDS)
         demand(
             local.get("rope_type", "default") == "default", "rope_type", "be 'default' in layers with a window", "other"
         )

@@ -1,7 +1,7 @@
 """Checkpoints with Hugging Face names: configuration and tensors, both ways.
 
-Qwen2, Qwen3, MiMo, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and
-Nemotron-Labs-Diffusion; and with experts Qwen3-MoE, Mixtral, OLMoE, SDAR-MoE and LLaDA-MoE.
+Qwen2, Qwen3, MiMo, Llama, Mistral, Ministral3, OLMo 2, OLMo 3, and the diffusion models Dream, Fast-dLLM v2, SDAR and
+Nemotron-Labs-Diffusion; and with experts Qwen3-MoE, Mixtral, OLMoE, gpt-oss, SDAR-MoE and LLaDA-MoE.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
-from pdkernels.models.checkpoints.hf_experts import LLADA_MOE, READERS, expert_parts, read_experts
-from pdkernels.models.checkpoints.hf_rope import read_rope
+from pdkernels.models.checkpoints.hf_experts import GPT_OSS, LLADA_MOE, READERS, expert_parts, read_experts, turned
+from pdkernels.models.checkpoints.hf_rope import GPT_OSS as GPT_OSS_ROPE
+from pdkernels.models.checkpoints.hf_rope import MINISTRAL3, read_rope
+from pdkernels.models.checkpoints.hf_windows import SLIDING, layer_kinds, rules_by_kind, windows_of
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
@@ -46,15 +48,25 @@ class _Defaults(NamedTuple):
     """Whether sliding_window alone enables windows."""
     all_slide: bool = False
     """Windows are then those of all layers, whatever max_window_layers and layer_types say."""
+    every: int | None = None
+    """Windows are those of layers by their kind: each layer of this number has none, unless layer_types says so."""
+    rules_by_kind: bool = False
+    """Layers with a window have a rotation of their own."""
     bias: bool = False
     """attention_bias may be true."""
+    biased: bool = False
+    """attention_bias is true where a file does not say it."""
     mask_token: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     whole_qk_norm: bool = False
+    outer_norms: bool = False
+    """Norms follow attention and the MLP, and do not precede them."""
     attention: Literal["causal", "bidirectional"] = "causal"
     predicts: Literal["next", "own"] = "next"
     theta: float = 10000.0
+    rope: Mapping[str, Any] | None = None
+    """The rule of a file without one."""
 
 
 _QWEN2 = _Defaults(
@@ -62,6 +74,9 @@ _QWEN2 = _Defaults(
 )
 _QWEN3 = _QWEN2._replace(head_dim=128, qkv_bias=False, qk_norm=True)
 _QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, head_dim=None, all_slide=True)
+_OLMO2 = _Defaults(
+    positions=2048, null_head_dim=False, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True, outer_norms=True
+)
 # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2
 # has the same layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that
 # predict their own token.
@@ -79,6 +94,7 @@ _DEFAULTS = {
         eps=1e-5,
         windows=True,
         unswitched=True,
+        rope=MINISTRAL3,
     ),
     MIMO: _QWEN2,
     "Dream": _QWEN2._replace(attention="bidirectional"),
@@ -90,6 +106,22 @@ _DEFAULTS = {
         positions=131072, kv_heads=8, null_kv_heads=False, eps=1e-5, theta=1e6, windows=True, unswitched=True
     ),
     "olmoe": _Defaults(positions=4096, null_head_dim=False, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True),
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2._replace(theta=500000.0, window=4096, every=4, rules_by_kind=True),
+    GPT_OSS: _Defaults(
+        positions=131072,
+        kv_heads=8,
+        null_kv_heads=False,
+        head_dim=64,
+        null_head_dim=False,
+        eps=1e-5,
+        window=128,
+        every=2,
+        bias=True,
+        biased=True,
+        theta=150000.0,
+        rope=GPT_OSS_ROPE,
+    ),
     "sdar_moe": _QWEN3_MOE._replace(mask_token=151669, predicts="own"),
     # Its config.json names no mask token.
     LLADA_MOE: _Defaults(
@@ -107,6 +139,8 @@ MASK_TOKENS = {kind: entry.mask_token for kind, entry in _DEFAULTS.items() if en
 
 _HEAD = "lm_head.weight"
 _INNER = {LLADA_MOE: "dense_intermediate_size"}
+_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_OUTER_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -134,16 +168,21 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     demand(not fields.flag("use_mrope", False, null=False), "use_mrope", "be false", True)
     demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
     stated = fields.integer("max_position_embeddings", defaults.positions)
+    layers = fields.integer("num_hidden_layers")
+    kinds = layer_kinds(fields, layers, defaults.every) if defaults.every else []
+    rotating, local_theta = fields, None
+    if defaults.rules_by_kind:
+        rotating, local_theta = rules_by_kind(fields, defaults.theta)
     with read_from("config.json"):
-        theta, scaling = read_rope(
-            fields, stated, kind in ("ministral3", NEMOTRON), kind == "ministral3", defaults.theta
-        )
+        scaled_queries = kind in ("ministral3", NEMOTRON)
+        theta, scaling = read_rope(rotating, stated, scaled_queries, defaults.rope, defaults.theta)
     positions = stated if scaling is None else scaling.reach(stated)
-    windows = _windows(fields, defaults, positions)
+    by_kind = defaults.every and defaults.window is not None
+    windows = windows_of(fields, kinds, defaults.window) if by_kind else _windows(fields, defaults, positions)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = max(hidden // heads, 1)
-    llama, reads_bias = kind == "llama", kind == "llama" or defaults.qk_norm
-    biased = fields.flag("attention_bias", False, null=None if reads_bias else False)
+    llama, reads_bias = kind == "llama", kind == "llama" or defaults.qk_norm or defaults.biased
+    biased = fields.flag("attention_bias", defaults.biased, null=None if reads_bias else False)
     mlp_biased = fields.flag("mlp_bias", False, null=None if llama else False)
     demand(not mlp_biased or llama, "mlp_bias", "be false", True)
     demand(not biased or defaults.bias, "attention_bias", "be false", True)
@@ -155,7 +194,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
         return TransformerConfig(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden,
-            layers=fields.integer("num_hidden_layers"),
+            layers=layers,
             heads=heads,
             kv_heads=fields.integer(
                 "num_key_value_heads", defaults.kv_heads or heads, null=heads if defaults.null_kv_heads else None
@@ -178,6 +217,10 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             max_positions=positions,
             experts=experts,
             windows=windows,
+            window_rope_theta=local_theta if SLIDING in kinds else None,
+            outer_norms=defaults.outer_norms,
+            inner_norms=not defaults.outer_norms,
+            sinks=kind == GPT_OSS,
         )
 
 
@@ -222,7 +265,18 @@ def layout(config: TransformerConfig, kind: str = "") -> Layout:
     count = 0 if config.experts is None else config.experts.count
     apart = (MTP_LAYERS,) if kind == MIMO else ()
     embedding = f"{body}embed_tokens.weight"
-    return Layout(sources, config.layers, embedding, head, config.tied_head, experts=count, apart=apart)
+    stacked = kind == GPT_OSS
+    return Layout(
+        sources,
+        config.layers,
+        embedding,
+        head,
+        config.tied_head,
+        experts=count,
+        separate_experts=not stacked,
+        apart=apart,
+        turned=partial(turned, count) if stacked else None,
+    )
 
 
 def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterator[tuple[str, Parts]]:
@@ -257,8 +311,10 @@ def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterat
         if config.mlp_bias and not config.has_experts(index):
             yield f"{prefix}gate_up_bias", {f"{source_prefix}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
             yield f"{prefix}down_bias", {f"{source_prefix}mlp.down_proj.bias": (hidden,)}
-        yield f"{prefix}attention_norm", {f"{source_prefix}input_layernorm.weight": (hidden,)}
-        yield f"{prefix}mlp_norm", {f"{source_prefix}post_attention_layernorm.weight": (hidden,)}
+        if config.sinks:
+            yield f"{prefix}sinks", {f"{source_prefix}self_attn.sinks": (config.heads,)}
+        for name, source in (_NORMS if config.inner_norms else _OUTER_NORMS).items():
+            yield f"{prefix}{name}", {f"{source_prefix}{source}.weight": (hidden,)}
     yield "norm", {f"{body}norm.weight": (hidden,)}
     if not config.tied_head:
         yield "head", {head: matrix}

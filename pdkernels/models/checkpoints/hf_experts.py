@@ -1,6 +1,6 @@
 """Experts in checkpoints with Hugging Face names: what a config.json says of them, and their tensors.
 
-Source: the configuration and modelling files of Qwen3-MoE, Mixtral and OLMoE in transformers, of
+Source: the configuration and modelling files of Qwen3-MoE, Mixtral, OLMoE and gpt-oss in transformers, of
 huggingface.co/JetLM/SDAR-30B-A3B-Chat and of huggingface.co/inclusionAI/LLaDA-MoE-7B-A1B-Base.
 """
 
@@ -16,6 +16,7 @@ from pdkernels.models.architectures.config import ExpertsConfig, TransformerConf
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Parts
 
+GPT_OSS = "gpt_oss"
 LLADA_MOE = "llada_moe"
 """LLaDA-MoE's config.json has the `model_type` of LLaDA, whose classes differ."""
 
@@ -90,6 +91,16 @@ def _olmoe(fields: Fields) -> ExpertsConfig | None:
     return _experts(layers, count, per_token, inner, fields.flag("norm_topk_prob", False))
 
 
+def _gpt_oss(fields: Fields) -> ExpertsConfig | None:
+    per_token = fields.integer("num_experts_per_tok", 4)
+    inner, count = fields.integer("intermediate_size"), _count(fields, 128)
+    clamp, slope = (fields.number(f"swiglu_{name}", usual) for name, usual in (("limit", 7.0), ("alpha", 1.702)))
+    with read_from("config.json"):
+        return ExpertsConfig(
+            count, per_token, inner, biased=True, matrix_biases=True, clamp=clamp, gate_slope=slope
+        )
+
+
 def _llada(fields: Fields) -> ExpertsConfig | None:
     layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
@@ -114,6 +125,7 @@ READERS: dict[str, Callable[[Fields], ExpertsConfig | None]] = {
     "sdar_moe": _qwen3,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
+    GPT_OSS: _gpt_oss,
     LLADA_MOE: _llada,
 }
 
@@ -139,6 +151,13 @@ def expert_parts(config: TransformerConfig, kind: str, prefix: str, source_prefi
     experts, names, hidden = config.experts, _OTHERS.get(kind, _DEFAULTS), config.hidden_size
     assert experts is not None
     each, inner = f"{source_prefix}{names.module}.experts.", experts.intermediate_size
+    if kind == GPT_OSS:
+        yield f"{prefix}router", {f"{source_prefix}mlp.router.weight": (experts.count, hidden)}
+        yield f"{prefix}router_bias", {f"{source_prefix}mlp.router.bias": (experts.count,)}
+        for name, (width, outputs) in {"gate_up": (hidden, 2 * inner), "down": (inner, hidden)}.items():
+            yield f"{prefix}experts_{name}", {f"{each}{name}_proj": (experts.count, width, outputs)}
+            yield f"{prefix}experts_{name}_bias", {f"{each}{name}_proj_bias": (experts.count, outputs)}
+        return
     yield f"{prefix}router", {f"{source_prefix}{names.module}.gate.weight": (experts.count, hidden)}
     pairs = (f"{each}{expert}.{name}.weight" for expert in range(experts.count) for name in (names.gate, names.up))
     yield f"{prefix}experts_gate_up", dict.fromkeys(pairs, (inner, hidden))
@@ -148,9 +167,24 @@ def expert_parts(config: TransformerConfig, kind: str, prefix: str, source_prefi
     )
 
 
+def turned(count: int, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """A parameter of gpt-oss, whose matrices are stored transposed, with outputs of gates and of what they multiply in
+    turns."""
+    parameter = name.rpartition(".")[2]
+    if parameter in ("experts_gate_up", "experts_down"):
+        rows = rows.view(count, -1, rows.shape[1]).transpose(1, 2).flatten(0, 1)
+    if parameter == "experts_gate_up":
+        rows = rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+    elif parameter == "experts_gate_up_bias":
+        rows = rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return rows
+
+
 def separated_experts(state: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """The tensors of a model of transformers, which stacks the matrices of a layer's experts, by their published
     names."""
+    if kind == GPT_OSS:  # stacked in its published form too
+        return dict(state)
     names, separated = _OTHERS.get(kind, _DEFAULTS), dict[str, torch.Tensor]()
     for name, tensor in state.items():
         layer, _, suffix = name.partition(".mlp.")

@@ -13,7 +13,7 @@ from pdkernels.models.architectures.rope import LinearScaling, Llama3Scaling, Ro
 from pdkernels.models.files.fields import Fields, demand, shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_MINISTRAL3: dict[str, Any] = {
+MINISTRAL3: dict[str, Any] = {
     "type": "yarn",
     "rope_theta": 1000000.0,
     "factor": 16.0,
@@ -22,23 +22,31 @@ _MINISTRAL3: dict[str, Any] = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""The defaults of Ministral3's class for a config.json without rope_parameters."""
+GPT_OSS: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What their classes mean by a config.json without rope_parameters."""
 
 
 def read_rope(
-    fields: Fields, max_positions: int, scaled_queries: bool, default: bool, base: float = 10000.0
+    fields: Fields, max_positions: int, scaled_queries: bool, default: Mapping[str, Any] | None, base: float = 10000.0
 ) -> tuple[float, RopeScaling | None]:
     """The base and the scaling rule.
 
     `rope_scaling` replaces `rope_parameters` as a whole, even its `rope_theta`. Inside, `rope_type` precedes `type`,
     and `rope_theta` the field of that name outside; `original_max_position_embeddings` outside precedes the one inside.
-    `default`: without either Ministral3's own values are meant. `base`: without a `rope_theta`. `scaled_queries`: the
+    `default`: what is meant without either. `base`: without a `rope_theta`. `scaled_queries`: the
     model reads `llama_4_scaling_beta`.
     """
     where = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = fields.part(where)
-    if default and where not in fields.values:
-        rope = Fields(_MINISTRAL3, rope.where)
+    if default is not None and where not in fields.values:
+        rope = Fields(default, rope.where)
     for name, value in rope.values.items():
         # Models with sliding windows have a rule for each type of layer.
         demand(not isinstance(value, Mapping), f"{where}: {shown(name)}", "be one value for all layers", shown(value))

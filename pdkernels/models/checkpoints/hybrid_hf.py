@@ -97,7 +97,7 @@ def _qwen(fields: Fields) -> HybridConfig:
     for name in ("mrope_section", "mrope_interleaved"):
         rope.pop(name, None)
     rope_free = {name: value for name, value in fields.given.items() if name != "partial_rotary_factor"}
-    theta, scaling = read_rope(Fields({**rope_free, "rope_parameters": rope}), positions, False, False)
+    theta, scaling = read_rope(Fields({**rope_free, "rope_parameters": rope}), positions, False, None)
     head_dim = fields.integer("head_dim", 256)
     return HybridConfig(
         vocab_size=fields.integer("vocab_size"),
@@ -135,7 +135,7 @@ def _lfm2(fields: Fields) -> HybridConfig:
             unit = fields.integer("block_multiple_of", 256)
             inner = unit * -(-inner // unit)
     positions = fields.integer("max_position_embeddings", 128000)
-    theta, scaling = read_rope(fields, positions, False, False, 1000000.0)
+    theta, scaling = read_rope(fields, positions, False, None, 1000000.0)
     return HybridConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,

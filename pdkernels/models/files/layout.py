@@ -101,7 +101,8 @@ class Layout(NamedTuple):
         rows = joined if joined.dim() <= 2 else joined.flatten(0, -2)
         if self.turned is not None:
             rows = self.turned(name, rows)
-        return rows.view(self.experts, -1, rows.shape[1]) if ".experts_" in name else rows
+        stacked = ".experts_" in name and not name.endswith("_bias")
+        return rows.reshape(self.experts, -1, rows.shape[1]) if stacked else rows
 
     def check_tied(self, same: bool) -> None:
         """Refuses a stored head that is not the `same` as the embedding."""
