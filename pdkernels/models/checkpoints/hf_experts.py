@@ -96,9 +96,7 @@ def _gpt_oss(fields: Fields) -> ExpertsConfig | None:
     inner, count = fields.integer("intermediate_size"), _count(fields, 128)
     clamp, slope = (fields.number(f"swiglu_{name}", usual) for name, usual in (("limit", 7.0), ("alpha", 1.702)))
     with read_from("config.json"):
-        return ExpertsConfig(
-            count, per_token, inner, biased=True, matrix_biases=True, clamp=clamp, gate_slope=slope
-        )
+        return ExpertsConfig(count, per_token, inner, biased=True, matrix_biases=True, clamp=clamp, gate_slope=slope)
 
 
 def _llada(fields: Fields) -> ExpertsConfig | None:

@@ -31,12 +31,12 @@ from pdkernels.models.architectures.rope import (
 )
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.models.architectures.windows import Window
-from pdkernels.models.checkpoints import gemma3, gguf, hf, huginn, hybrid_hf, llada, llada2
+from pdkernels.models.checkpoints import gemma3, gguf, hf, huginn, hybrid_hf, llada, llada2, mxfp4
 from pdkernels.models.checkpoints.adapters import MASK_FILE, read_adapter, read_mask_token
 from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
 from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder, load_drafter
 from pdkernels.models.checkpoints.hf import ARCHITECTURES, from_hf_config
-from pdkernels.models.checkpoints.hf_experts import LLADA_MOE
+from pdkernels.models.checkpoints.hf_experts import GPT_OSS, LLADA_MOE
 from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
 from pdkernels.models.checkpoints.plan_folder import plan_tokens_of
 from pdkernels.models.checkpoints.quantized_folder import FIELDS, QuantizedFolder, scheme_of
@@ -92,7 +92,7 @@ def load(
         name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or
             a folder with ``config.json`` and ``*.safetensors`` (one file, or several with
             ``model.safetensors.index.json``) of a Qwen2, Qwen3, MiMo, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Gemma 3,
-            Qwen3-MoE, Mixtral or OLMoE model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2,
+            OLMo 2, OLMo 3, Qwen3-MoE, Mixtral, OLMoE or gpt-oss model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2,
             SDAR, SDAR-MoE, Nemotron-Labs-Diffusion and Planned Diffusion, with the published tensor names. Its
             ``tokenizer.json``, if there, needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3, Qwen3-MoE,
             Qwen3.5, LFM2 or Gemma 3 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
@@ -113,7 +113,7 @@ def load(
             their other factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU,
             unless an adapter is merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that
             cannot stay packed. Of a folder, these are the matrices that its ``quantization_config`` is for: AWQ, GPTQ,
-            or whole numbers of compressed-tensors.
+            whole numbers of compressed-tensors, or the MXFP4 of gpt-oss.
         cache_dtype: of the KV caches that the model makes (`Transformer.cache_dtype`): torch.int8 for rows of 8 bits,
             which take about half the memory of 16 bits and are read in every method alike; None: the model's.
 
@@ -356,11 +356,14 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
     if fields is None:
         fail(OP, "name_or_path", "hold config.json", f"none in {folder}")
     kind = _kind(fields)
-    scheme = scheme_of(fields)
+    in_blocks = kind == GPT_OSS and mxfp4.describes(fields)
+    scheme = None if in_blocks else scheme_of(fields)
     refuse(
-        bool(packed) and scheme is None, OP, f"packed must not be True for {folder}, whose matrices are not quantised"
+        bool(packed) and scheme is None and not in_blocks,
+        OP,
+        f"packed must not be True for {folder}, whose matrices are not quantised",
     )
-    config, layout = _described(fields, quantised=scheme is not None)
+    config, layout = _described(fields, quantised=scheme is not None or in_blocks)
     if dtype is None:
         stored = next((fields.values[name] for name in ("dtype", "torch_dtype") if name in fields.values), "float32")
         valid = isinstance(stored, str) and stored in DTYPES
@@ -385,6 +388,9 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
         # Its matrices are not read in parts.
         matrices = QuantizedFolder.checked(layout, weights, scheme, packed)
         return Checkpoint(config, layout, dtype, matrices.parameters, tokenizer, ends, mask_token, plan_tokens)
+    if in_blocks:
+        experts = mxfp4.Mxfp4Folder.checked(layout, weights, packed)
+        return Checkpoint(config, layout, dtype, experts.parameters, tokenizer, ends)
     layout.stored(weights.stored)
     state = partial(weights.parameters, layout)
     return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, weights)
