@@ -12,7 +12,7 @@ import torch
 from pdkernels import models
 from pdkernels.models import LinearScaling
 from pdkernels.models.files import gguf_keys
-from tests.models import test_gemma3
+from tests.models import test_gemma3, test_window_gguf
 
 files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
 transformers = pytest.importorskip("transformers", reason="builds hybrid models with transformers")
@@ -176,5 +176,7 @@ def test_the_table_has_the_keys_that_are_asked_for(tmp_path: Path, monkeypatch: 
         write(tmp_path / "m.gguf", arch, scaled, monkeypatch, **({"tokens": WORDS} if arch == "llama" else {}))
         models.load(tmp_path / "m.gguf")
     test_gemma3.written(tmp_path / "m.gguf")
+    models.load(tmp_path / "m.gguf")
+    test_window_gguf.written(tmp_path / "m.gguf", "gpt_oss")
     models.load(tmp_path / "m.gguf")
     assert asked == set(gguf_keys.ABSENT)

@@ -97,7 +97,20 @@ PIECES = {
 PIECES["smollm"] += [" 東京x", "²", "!?", " \t"]
 PIECES["llama-bpe"] += ["!?", " \t"]
 PIECES["qwen2"] += [" 東京x", "²", "!?", " \t"]
-PIECES |= {"lfm2": PIECES["llama-bpe"], "qwen35": PIECES["qwen2"]}
+PIECES |= {"lfm2": PIECES["llama-bpe"], "dbrx": PIECES["llama-bpe"], "qwen35": PIECES["qwen2"]}
+PIECES["gpt-4o"] = [
+    "It's",
+    " ",
+    "123",
+    "4",
+    " apples",
+    ",\n\n",
+    " ",
+    " don't",
+    " ",
+    " WE'LL",
+    *PIECES["llama-bpe"][-6:],
+]
 
 
 def test_combining_marks_are_letters_of_qwen35_alone(words: dict[str, Any], tmp_path: Path) -> None:
@@ -106,6 +119,12 @@ def test_combining_marks_are_letters_of_qwen35_alone(words: dict[str, Any], tmp_
         tokenizer = load(tmp_path, words, "qwen2", pre=pre, add_bos_token=False).tokenizer
         found[pre] = [text[a:b] for _, (a, b) in tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(text)]
     assert found == {"qwen35": [" किम्", " a"], "qwen2": [" क", "िम", "्", " a"]}
+
+
+def test_words_of_gpt_4o_begin_with_capitals(words: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer, text = load(tmp_path, words, pre="gpt-4o").tokenizer, "aWord HTMLPage ab/cd\n/x I\u2019m"
+    cut = [text[a:b] for _, (a, b) in tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert cut == ["a", "Word", " HTMLPage", " ab", "/cd", "\n", "/x", " I", "\u2019m"]
 
 
 @pytest.mark.parametrize("pre", PIECES)
@@ -158,7 +177,7 @@ def test_messages_through_the_template_of_the_file(words: dict[str, Any], tmp_pa
 
 REFUSED = [
     ({"model": "bert"}, "tokenizer.ggml.model must be one of gpt2, llama, got 'bert'."),
-    ({"pre": "gpt-4o"}, "tokenizer.ggml.pre must be one of smollm, llama-bpe, llama3, llama-v3, qwen2, "),
+    ({"pre": "tekken"}, "tokenizer.ggml.pre must be one of smollm, llama-bpe, llama3, llama-v3, qwen2, "),
     ({"pre": None}, "tokenizer.ggml.pre must be one of smollm,"),
     ({"add_eos_token": True}, "tokenizer.ggml.add_eos_token must be false, got True."),
 ]

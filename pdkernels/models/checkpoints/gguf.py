@@ -1,4 +1,4 @@
-"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3, Qwen3-MoE and Gemma 3 models.
+"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3, Qwen3-MoE, OLMo 2, OLMo 3, gpt-oss and Gemma 3 models.
 
 Sources: the writers and loaders of github.com/ggml-org/llama.cpp (gguf-py, convert_hf_to_gguf.py, src/llama-model.cpp).
 """
@@ -19,7 +19,8 @@ from pdkernels._validation import check, fail, message
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
-from pdkernels.models.checkpoints import gemma3, gguf_hybrid, hf, hybrid_hf
+from pdkernels.models.architectures.windows import MAX_LAYERS, Window
+from pdkernels.models.checkpoints import gemma3, gguf_hybrid, hf, hf_experts, hybrid_hf, mxfp4
 from pdkernels.models.checkpoints.checkpoint import Checkpoint
 from pdkernels.models.checkpoints.gguf_ends import marks_of
 from pdkernels.models.checkpoints.gguf_tokenizer import tokenizer
@@ -29,8 +30,11 @@ from pdkernels.models.files.gguf_keys import UNSUPPORTED, Keys
 from pdkernels.models.files.layout import Layout, Parts, Stored
 from pdkernels.ops.quantized_weight import GGUF_FORMATS, QuantizedWeight
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-_MOE = "qwen3moe"
+_MOE, _OLMO, _GPT_OSS = "qwen3moe", "olmo2", "gpt-oss"
+ARCHITECTURES = ("llama", "qwen2", "qwen3", _MOE, _OLMO, _GPT_OSS)
+_PERIODS = {_OLMO: 4, _GPT_OSS: 2}
+"""With a window, each layer of this number sees the whole text."""
+_PUBLISHED = {_GPT_OSS: hf_experts.GPT_OSS}
 
 _EMBEDDING, _HEAD, _FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _OUTSIDE = {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
@@ -46,8 +50,11 @@ _INSIDE = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _ROUTER = "ffn_gate_inp.weight"
+_EXPERT_BIASES = "_exps.bias"
+_PACKED = (*GGUF_FORMATS, mxfp4.GGUF)
 
 
 def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> Checkpoint:
@@ -67,7 +74,7 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
         layout, published = gemma3.gguf_layout(config, file.name), gemma3.layout(config)
     else:
         config = _config(file)
-        layout, published = _layout(config, file.name), hf.layout(config)
+        layout, published = _layout(config, file.name), hf.layout(config, _PUBLISHED.get(str(kind), ""))
     stored = {
         name: Stored(tensor.shape, _stored(file, name, tensor), file.name) for name, tensor in file.tensors.items()
     }
@@ -99,7 +106,7 @@ def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:
 
 def _usual_dtype(file: GgufFile) -> torch.dtype:
     # Routers and convolutions are stored as float32, whatever the other matrices are.
-    exact = (_ROUTER, *gguf_hybrid.CONVOLUTIONS)
+    exact = (_ROUTER, _EXPERT_BIASES, *gguf_hybrid.CONVOLUTIONS)
     matrices = (tensor for name, tensor in file.tensors.items() if not name.endswith(exact))
     kinds = {file.type_name(tensor) for tensor in matrices if len(tensor.shape) >= 2}
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds), torch.float32)
@@ -139,7 +146,7 @@ def _config(file: GgufFile) -> TransformerConfig:
         _refuse(file.name, "general.architecture", f"be one of {supported}", kind)
     fields = _fields(file, kind)
     experts = fields.integer("expert_count", minimum=0)
-    if experts and kind != _MOE:
+    if experts and kind not in (_MOE, _GPT_OSS):
         _refuse(file.name, f"{kind}.expert_count", "be 0", experts)
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None:
@@ -154,15 +161,17 @@ def _config(file: GgufFile) -> TransformerConfig:
     with read_from(file.name):
         scaling = _scaling(file, fields, head_dim, positions)
     positions = positions if scaling is None else scaling.reach(positions)
-    window = fields.integer("attention.sliding_window", minimum=0)
-    if 0 < window < positions:
+    base = fields.number("rope.freq_base", above=0)
+    window = fields.integer("attention.sliding_window", minimum=int(kind == _GPT_OSS))
+    windows = _windows(file, fields, kind, window, base) if kind in _PERIODS and window else ()
+    if 0 < window < positions and kind not in _PERIODS:
         _refuse(file.name, f"{kind}.attention.sliding_window", f"be absent or cover all {positions} positions", window)
 
     def held(*names: str) -> bool:
         return any(f"blk.0.{name}.bias" in file.tensors for name in names)
 
     with read_from(file.name):
-        mixture = _experts(fields) if kind == _MOE else None
+        mixture = _experts(fields, kind) if kind in (_MOE, _GPT_OSS) else None
         # A file of experts alone need not name the size of an MLP.
         inner = None if mixture is None else mixture.intermediate_size
         if inner is None or "feed_forward_length" in fields.values:
@@ -175,23 +184,47 @@ def _config(file: GgufFile) -> TransformerConfig:
             kv_heads=fields.integer("attention.head_count_kv"),
             head_dim=head_dim,
             intermediate_size=inner,
-            rope_theta=fields.number("rope.freq_base", above=0),
+            rope_theta=base,
             rope_scaling=scaling,
             norm_eps=fields.number("attention.layer_norm_rms_epsilon", minimum=0),
             qkv_bias=held("attn_q", "attn_k", "attn_v"),
             output_bias=held("attn_output"),
             mlp_bias=held("ffn_gate", "ffn_up", "ffn_down"),
-            qk_norm=kind in ("qwen3", _MOE),
+            qk_norm=kind in ("qwen3", _MOE, _OLMO),
+            whole_qk_norm=kind == _OLMO,
             tied_head=_HEAD not in file.tensors,
             max_positions=positions,
             experts=mixture,
+            windows=windows,
+            window_rope_theta=base if kind == _OLMO and any(windows) else None,
+            outer_norms=kind == _OLMO,
+            inner_norms=kind != _OLMO,
+            sinks=kind == _GPT_OSS,
         )
 
 
-def _experts(fields: Keys) -> ExpertsConfig:
-    """Every layer has them, and weights are normalised: llama.cpp computes no others of this architecture."""
+def _windows(file: GgufFile, fields: Keys, kind: str, size: int, base: float) -> tuple[Window | None, ...]:
+    """Of each layer. llama.cpp takes another period from the file, but not a list of layers."""
+    layers, period, listed = fields.integer("block_count"), _PERIODS[kind], "attention.sliding_window_pattern"
+    check(layers <= MAX_LAYERS, OP, f"{fields.where}.block_count", f"be at most {MAX_LAYERS}", layers)
+    pattern = fields.get(listed)
+    if pattern is not None and not isinstance(pattern, (list, Kept)):
+        period = fields.integer(listed, minimum=1)
+    windows = tuple(None if (layer + 1) % period == 0 else Window(size) for layer in range(layers))
+    if isinstance(pattern, (list, Kept)) and [bool(slides) for slides in pattern] != [*map(bool, windows)]:
+        _refuse(file.name, f"{kind}.{listed}", f"be every layer but each of number {period}", pattern)
+    local = fields.get("rope.freq_base_swa") if "rope.freq_base_swa" in fields.values else base
+    if local != base:
+        _refuse(file.name, f"{kind}.rope.freq_base_swa", f"be rope.freq_base ({base})", local)
+    return windows
+
+
+def _experts(fields: Keys, kind: str) -> ExpertsConfig:
+    """Every layer has them, and weights are normalised: llama.cpp computes no others of these architectures."""
     count, used, inner = (fields.integer(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length"))
-    return ExpertsConfig(count, used, inner)
+    if kind == _MOE:
+        return ExpertsConfig(count, used, inner)
+    return ExpertsConfig(count, used, inner, biased=True, matrix_biases=True, clamp=7.0)
 
 
 def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> RopeScaling | None:
@@ -239,7 +272,8 @@ def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
     for prefix, sources in hf.layout(dense).parts():
         name = prefix.rpartition(".")[2]
         if experts is None or name not in ("gate_up", "down"):
-            yield prefix, {_name(source_prefix): shape for source_prefix, shape in sources.items()}
+            late = config.sinks or not config.inner_norms
+            yield prefix, {_name(source_prefix, late): shape for source_prefix, shape in sources.items()}
             continue
         block = f"blk.{prefix.split('.')[1]}."
         layer, inner = prefix.removesuffix(name), experts.intermediate_size
@@ -247,18 +281,29 @@ def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
             yield f"{layer}router", {f"{block}{_ROUTER}": (experts.count, hidden)}
             half_names = (f"{block}ffn_{half}_exps.weight" for half in ("gate", "up"))
             yield f"{layer}experts_gate_up", dict.fromkeys(half_names, (experts.count, inner, hidden))
+            if experts.biased:
+                yield f"{layer}router_bias", {f"{block}ffn_gate_inp.bias": (experts.count,)}
+            if experts.matrix_biases:
+                biases = (f"{block}ffn_{half}{_EXPERT_BIASES}" for half in ("gate", "up"))
+                yield f"{layer}experts_gate_up_bias", dict.fromkeys(biases, (experts.count, inner))
+                yield f"{layer}experts_down_bias", {f"{block}ffn_down{_EXPERT_BIASES}": (experts.count, hidden)}
         else:
             yield f"{layer}experts_down", {f"{block}ffn_down_exps.weight": (experts.count, hidden, inner)}
 
 
-def _name(published: str) -> str:
-    """The name in GGUF of a published tensor."""
+def _name(published: str, late: bool) -> str:
+    """The name in GGUF of a published tensor; `late`: the norm that its name puts after attention is called so
+    there."""
     if not published.startswith("model.layers."):
         return next(
             name + published.removeprefix(long) for long, name in _OUTSIDE.items() if published.startswith(long)
         )
     index, _, suffix = published.removeprefix("model.layers.").partition(".")
+    if suffix == "self_attn.sinks":
+        return f"blk.{index}.attn_sinks.weight"
     module, _, kind = suffix.rpartition(".")
+    if late and module == "post_attention_layernorm":
+        return f"blk.{index}.post_attention_norm.{kind}"
     return f"blk.{index}.{_INSIDE[module]}.{kind}"
 
 
@@ -278,19 +323,21 @@ def _gather(
     parameters: dict[str, Stated] = {}
     for name, sources in layout.parts():
         first_shape = next(iter(sources.values()))
-        rows = max(len(first_shape) - 2, 0)  # the dimension of a matrix along which parts follow each other
+        biases = name.endswith("_bias")
+        # The dimension of outputs, along which parts follow each other.
+        rows = len(first_shape) - 1 if biases else max(len(first_shape) - 2, 0)
         total = sum(source_shape[rows] for source_shape in sources.values())
         shape = (*first_shape[:rows], total, *first_shape[rows + 1 :])
-        if packed is not False and len(shape) >= 2 and not name.endswith((".router", ".conv")):
+        if packed is not False and len(shape) >= 2 and not biases and not name.endswith((".router", ".conv")):
             formats = {source: file.type_name(file.tensors[source]) for source in sources}
-            other = next((source for source, format in formats.items() if format not in GGUF_FORMATS), None)
+            other = next((source for source, format in formats.items() if format not in _PACKED), None)
             if other is None:
                 parameters[name] = QuantizedWeight.join(
                     [_packed(file, source, heads, config.head_dim) for source in sources]
                 ).to(device)
                 continue
             if packed:
-                expectation = f"be of one of the types {', '.join(GGUF_FORMATS)} to stay packed"
+                expectation = f"be of one of the types {', '.join(_PACKED)} to stay packed"
                 _refuse(file.name, other, expectation, formats[other])
         parameter = _memory.empty(shape, dtype or default_dtype)
         first = 0
@@ -318,8 +365,11 @@ def _packed(file: GgufFile, name: str, heads: dict[str, int], head_dim: int) -> 
     turned, order = heads.get(name.split(".")[-2]), None
     if turned is not None:
         order = _halves(torch.arange(outputs)[:, None], turned, head_dim).view(-1).tolist()
+    count = matrices[0] if matrices else None
     with read_from(f"{file.name}: {shown(name)}"), file.bytes_of(tensor) as source:
-        return QuantizedWeight.from_gguf(format, source, outputs, width, order, matrices[0] if matrices else None)
+        if format == mxfp4.GGUF:
+            return mxfp4.from_gguf(source, outputs, width, order, count)
+        return QuantizedWeight.from_gguf(format, source, outputs, width, order, count)
 
 
 def _halves(rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:

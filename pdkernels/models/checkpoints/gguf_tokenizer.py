@@ -24,7 +24,20 @@ _PRE = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
     "lfm2": "llama3",
     "qwen35": "qwen35",
+    "dbrx": "dbrx",
+    "gpt-4o": "gpt-4o",
 }
+_WORD_BEGIN, _WORD_END = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+# Words end where capitals follow small letters, and keep what an apostrophe appends.
+_GPT_4O = "|".join(
+    [
+        *(
+            rf"[^\r\n\p{{L}}\p{{N}}]?[{_WORD_BEGIN}]{first}[{_WORD_END}]{rest}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            for first, rest in ("*+", "+*")
+        ),
+        *(r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"),
+    ]
+)
 _UNKNOWN = 2
 
 
@@ -76,7 +89,9 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
     if pre == "smollm":
         parts = [cut.Digits(individual_digits=True), cut.ByteLevel(add_prefix_space=False, use_regex=True)]
     else:
-        pattern = _LLAMA3 if pre == "llama3" else _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+        pattern = {"gpt-4o": _GPT_4O}.get(pre, _LLAMA3)
+        if pre in ("qwen2", "qwen35"):
+            pattern = pattern.replace(r"\p{N}{1,3}", r"\p{N}")
         if pre == "qwen35":  # combining marks belong to words
             pattern = pattern.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
                 r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"

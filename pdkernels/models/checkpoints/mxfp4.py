@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Buffer
 
 from pdkernels._quantized_formats import BLOCK, Layout, Quantized
 from pdkernels._validation import check, fail, message
@@ -68,16 +69,23 @@ def _weight(blocks: Blocks, layout: Layout) -> QuantizedWeight:
     return QuantizedWeight.pack(METHOD, layout, Quantized(codes, {"scale": scales[..., None]}), codes.shape[1])
 
 
-def from_gguf(source: Tensor, outputs: int, width: int, matrices: int) -> QuantizedWeight:
-    """From the blocks of a tensor in a GGUF file: the low halves of 16 bytes, then the high ones."""
-    blocks = source.view(matrices, outputs, width // BLOCK, GGUF_BYTES)
+def from_gguf(
+    source: Buffer, outputs: int, width: int, order: Sequence[int] | None = None, matrices: int | None = None
+) -> QuantizedWeight:
+    """From the bytes of a tensor in a GGUF file, as `QuantizedWeight.from_gguf`. A block's first half lies in the low
+    halves of its bytes."""
+    count = 1 if matrices is None else matrices
+    blocks = torch.frombuffer(bytearray(source), dtype=torch.uint8).view(count, outputs, width // BLOCK, GGUF_BYTES)
+    if order is not None:
+        blocks = blocks[:, order]
 
     def matrix(number: int) -> Blocks:
         own = blocks[number]
         halves = own[..., 1:] & 15, own[..., 1:] >> 4
         return Blocks(torch.cat(halves, -1).flatten(1), own[..., 0])
 
-    return packed([partial(matrix, number) for number in range(matrices)])
+    weight = packed([partial(matrix, number) for number in range(count)])
+    return weight[0] if matrices is None else weight
 
 
 def describes(fields: Fields) -> bool:

@@ -75,6 +75,7 @@ ABSENT: Mapping[str, Any] = {
     "attention.value_length": _head_width,
     "attention.layer_norm_rms_epsilon": REQUIRED,
     "attention.sliding_window": 0,
+    "attention.sliding_window_pattern": None,  # the architecture has a period
     "rope.dimension_count": _head_dim,
     "rope.dimension_sections": REQUIRED,
     "rope.freq_base": 10000.0,
