@@ -74,10 +74,9 @@ def new_dflash_head(
     for layer, target_layer in zip(head.layers, model.layers[-layers:], strict=True):
         copy_layer_(layer, target_layer)
         layer.qkv.copy_(target_layer.qkv)
-        layer.attention_norm.copy_(target_layer.attention_norm)
-        for name in ("q_norm", "k_norm"):
+        for name in ("attention_norm", "q_norm", "k_norm"):
             weight = getattr(target_layer, name)
-            if weight is not None and not config.whole_qk_norm:
+            if weight is not None and not (config.whole_qk_norm and name in config.qk_norm_sizes):
                 getattr(layer, name).copy_(weight)
     head.fc *= 0.05
     head.fc[:, -width:] += torch.eye(width)

@@ -18,9 +18,11 @@ from pdkernels.ops.quantized_weight import QuantizedWeight
 
 _OP = "training.eagle_loss"
 
-ABSENT: dict[str, Any] = dict.fromkeys(
-    ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False
-)
+ABSENT: dict[str, Any] = {
+    **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False),
+    **{"outer_norms": False, "inner_norms": True, "sinks": False, "activation": "silu"},
+    **{"query_scale": None, "window_rope_theta": None},
+}
 """Options that layers of drafters do without."""
 
 
@@ -43,7 +45,7 @@ def check_numbers(op: str, model: Transformer) -> None:
 def copy_layer_(layer: Any, last: Any) -> None:
     """Copies what layers of drafters have in common with those of a target."""
     for name in ("output", "gate_up", "down", "mlp_norm"):
-        if hasattr(last, name):  # a layer with experts has no MLP
+        if getattr(last, name, None) is not None:  # a layer with experts has no MLP
             getattr(layer, name).copy_(getattr(last, name))
 
 
@@ -82,7 +84,8 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     first.qkv[:, width:] = last.qkv.float()
     first.qkv[:, :width] *= 0.1
     copy_layer_(first, last)
-    first.hidden_norm.copy_(last.attention_norm)
+    if last.attention_norm is not None:
+        first.hidden_norm.copy_(last.attention_norm)
     head.fc *= 0.05
     head.fc[:, -width:] += torch.eye(width)
     head.norm.copy_(model.norm)

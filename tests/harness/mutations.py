@@ -123,6 +123,19 @@ MUTATIONS = {
         "self._cache.lengths[row].fill_(text.cached)",
         "decoding/test_planned_in_turn.py",
     ),
+    "a window is one position too short": Mutation(
+        "return (positions + (1 - self.size)).clamp(min=0)",
+        "return torch.minimum((positions + (2 - self.size)).clamp(min=0), positions)",
+        "decoding/test_windows.py",
+    ),
+    "a window over a tree begins at a place, not at the first token of the path": Mutation(
+        "return torch.where(after > 0, lengths[:, None] + behind, first)", "return first", "decoding/test_windows.py"
+    ),
+    "sinks are lost on a cache": Mutation(
+        "visibility, self.cache, layer, self.counts, starts, sinks)",
+        "visibility, self.cache, layer, self.counts, starts)",
+        "models/test_window_families.py",
+    ),
 }
 
 

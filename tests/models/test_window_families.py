@@ -14,11 +14,13 @@ from torch import Tensor
 from pdkernels import models
 from pdkernels.decoding import generate
 from pdkernels.models.checkpoints import mxfp4
+from pdkernels.training import new_dflash_head, new_eagle_head
 from tests.harness.error_budget import assert_within_budget
 
 transformers = pytest.importorskip("transformers", reason="builds models with transformers", minversion="5.20")
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
+from pdkernels.integrations.transformers import from_transformers  # noqa: E402
 from tests.integrations.test_shadow import small  # noqa: E402
 
 KINDS = ["full_attention", "sliding_attention", "sliding_attention"]
@@ -105,6 +107,48 @@ def test_attention_without_kernels(tmp_path: Path) -> None:
     broken = exact(tokens)[:, :-1]
     same = torch.tensor([token != TOKENS[-1] for token in TOKENS[:-1]]).cumprod(0).bool()
     torch.testing.assert_close(broken[:, same], logits[:, :-1][:, same])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_converted_model(family: str) -> None:
+    """Its logits, also from its tensors under their published names and back, and with packed matrices."""
+    model, tokens = a_model(family, hidden_size=64, head_dim=32), torch.tensor([TOKENS])
+    own = from_transformers(model)
+    torch.testing.assert_close(own(tokens), model(tokens).logits, rtol=1e-4, atol=1e-4)
+    packed = own.quantized("int8", group=32)(tokens)
+    assert 0 < (packed - own(tokens)).norm() < 0.02 * packed.norm()
+    if own.config.sinks:
+        with pytest.raises(NotImplementedError, match="be one whose tensors are parts of ours, got gpt-oss or Gemma"):
+            models.to_hf_state_dict(own.state_dict(), own.config)
+        return
+    published = models.to_hf_state_dict(own.state_dict(), own.config)
+    assert published.keys() == model.state_dict().keys()
+    back = models.from_hf_state_dict(published, own.config)
+    assert all(torch.equal(back[name], tensor) for name, tensor in own.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["olmo3", "gpt_oss"])
+@pytest.mark.filterwarnings("ignore")
+def test_drafters(family: str, tmp_path: Path) -> None:
+    """New heads for such a target have the layers that drafters are stored with, and draft losslessly."""
+    rule = {"rope_type": "default", "rope_theta": 500000.0}
+    rules = rule if family == "gpt_oss" else {kind: dict(rule) for kind in KINDS}
+    fields = {"num_hidden_layers": 4, "layer_types": [*KINDS, KINDS[1]], "rope_parameters": rules, "rope_scaling": None}
+    a_model(family, **fields).save_pretrained(tmp_path / "target")
+    own = models.load(tmp_path / "target", dtype=torch.float32)
+    greedy = generate(own, TOKENS, max_new_tokens=NEW, end_tokens=()).tokens
+    vocabulary = torch.arange(0, 61, 2)
+    heads: dict[str, Any] = {
+        "eagle": new_eagle_head(own, vocabulary),
+        "dflash": new_dflash_head(own, 4, 60, layers=2, vocabulary=vocabulary),
+    }
+    for method, head in heads.items():
+        models.save_drafter(head, tmp_path / method)
+        found: Any = models.load_drafter(tmp_path / method, own)
+        assert found.config.body.usual and found.config.body.activation == "silu"
+        own.drafters = {method: found}
+        assert torch.equal(generate(own, TOKENS, method, max_new_tokens=NEW, end_tokens=()).tokens, greedy)
 
 
 def random_blocks(count: int, outputs: int, width: int, exponents: tuple[int, int]) -> tuple[Tensor, Tensor]:

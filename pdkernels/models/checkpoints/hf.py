@@ -326,9 +326,16 @@ def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerCon
     Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that
     are not floating point. A stored `lm_head` of a tied model must equal the embedding.
     """
-    return layout(config).gather(state)
+    return _usual_layout(config).gather(state)
 
 
 def to_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_hf_state_dict`; the tensors are views of ours."""
-    return layout(config).scatter(state)
+    return _usual_layout(config).scatter(state)
+
+
+def _usual_layout(config: TransformerConfig) -> Layout:
+    """Refuses families whose tensors are stored in another form than ours."""
+    stored_otherwise = config.sinks or (config.inner_norms and config.outer_norms)
+    demand(not stored_otherwise, "model_type", "be one whose tensors are parts of ours", "gpt-oss or Gemma")
+    return layout(config)
