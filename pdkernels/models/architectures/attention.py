@@ -281,9 +281,11 @@ def attend_stored(
 ) -> torch.Tensor:
     """Attention of new tokens whose K and V, in the form of the cache, are already stored after the prefix."""
     if isinstance(visibility.mask, TilePlan):
-        stored_rows = cache.k[layer], cache.v[layer], cache.lengths
-        options = {"starts": starts, "block_table": cache.block_table, "sinks": sinks}
-        return speculative_attention(q, k, v, *stored_rows, visibility.mask, **options)
+        plan, table = visibility.mask, cache.block_table
+        k_cache, v_cache = cache.k[layer], cache.v[layer]
+        return speculative_attention(
+            q, k, v, k_cache, v_cache, cache.lengths, plan, starts=starts, block_table=table, sinks=sinks
+        )
     # The new K and V come from the forward: the cache may not store all of them.
     keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
     return attend(q, keys, values, visibility, sinks)
@@ -302,14 +304,15 @@ def attend(
         return _by_matmul(q, k, v, visibility.causal)
     if q.device.type == "cpu" and not _is_ordinary(q, k, v):
         return _by_formula(q, k, v, visibility, sinks)
+    mask: torch.Tensor | None = visibility.mask
     if sinks is not None:
-        k, v, visibility = _with_sinks(q, k, v, visibility, sinks)
+        k, v, mask = _with_sinks(q, k, v, visibility, sinks)
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=visibility.mask,
-        is_causal=visibility.causal,
+        attn_mask=mask,
+        is_causal=visibility.causal and sinks is None,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
 
@@ -336,13 +339,13 @@ def _dense(visibility: Visibility, rows: int, keys: int, device: torch.device) -
 
 def _with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, sinks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, Visibility]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K, V and a mask of scores with one more key, of zeros, whose score is the sink of a head."""
     seen = _dense(visibility, q.shape[1], k.shape[1], q.device).expand(len(q), q.shape[2], q.shape[1], -1)
     scores = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
     scores = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand_as(scores[..., :1])], -1)
     k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
-    return k, v, Visibility(scores)
+    return k, v, scores
 
 
 def _by_formula(

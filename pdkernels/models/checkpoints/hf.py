@@ -177,8 +177,8 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
         scaled_queries = kind in ("ministral3", NEMOTRON)
         theta, scaling = read_rope(rotating, stated, scaled_queries, defaults.rope, defaults.theta)
     positions = stated if scaling is None else scaling.reach(stated)
-    by_kind = defaults.every and defaults.window is not None
-    windows = windows_of(fields, kinds, defaults.window) if by_kind else _windows(fields, defaults, positions)
+    size = defaults.window if defaults.every else None
+    windows = _windows(fields, defaults, positions) if size is None else windows_of(fields, kinds, size)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = max(hidden // heads, 1)
     llama, reads_bias = kind == "llama", kind == "llama" or defaults.qk_norm or defaults.biased

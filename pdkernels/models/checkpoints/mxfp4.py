@@ -115,18 +115,18 @@ class Mxfp4Folder(NamedTuple):
                 continue
             ((source, (count, width, outputs)),) = sources.items()
             check(width % BLOCK == 0, OP, source, f"have a multiple of {BLOCK} inputs in MXFP4", width)
-            groups = width // BLOCK
+            groups, file = width // BLOCK, ""
             shapes = {"blocks": (count, outputs, groups, BLOCK // 2), "scales": (count, outputs, groups)}
             for part, shape in shapes.items():
                 tensor = unread.pop(f"{source}_{part}", None)
                 if tensor is None:
                     expectation = f"hold {source}_{part}, as quantization_config says"
                     fail(OP, "checkpoint", expectation, "numbers" if source in unread else "none")
-                label = f"{tensor.file}: {source}_{part}"
+                file, label = tensor.file, f"{tensor.file}: {source}_{part}"
                 check(tensor.shape == shape, OP, label, f"have shape {shape}", tensor.shape)
                 if tensor.dtype != "U8":
                     raise NotImplementedError(message(OP, label, "be U8", tensor.dtype))
-            unread[source] = Stored((count, width, outputs), "float32", tensor.file)
+            unread[source] = Stored((count, width, outputs), "float32", file)
         layout.stored(unread)
         return cls(layout, weights, packed)
 

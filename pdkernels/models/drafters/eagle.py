@@ -20,7 +20,7 @@ from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.models.architectures.attention import NewRows
 from pdkernels.models.architectures.config import TransformerConfig
-from pdkernels.models.architectures.fused import add_norm, linear, rms_norm
+from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.layer import Layer, Matrix
 from pdkernels.models.architectures.taps import checked_taps
 from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
@@ -99,7 +99,7 @@ class EagleLayer(Layer):
 
     def finish(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The residual after attention, and the MLP's output, which is still to be added."""
-        x, normed = add_norm(self.project_out(mixed), residual, None, self.mlp_norm, self.config.norm_eps)
+        x, normed = self._sum(self.project_out(mixed), residual, self.mlp_norm)
         return x, self._mlp(normed)
 
 
