@@ -38,8 +38,8 @@ def rules_by_kind(fields: Fields, base: float) -> tuple[Fields, float]:
     base outside is for.
     """
     rules = fields.part("rope_parameters")
-    other = next((name for name in rules.values if name not in KINDS), None)
-    demand(other is None, f"rope_parameters: {shown(other)}", "be absent beside rules of kinds of layers", "there")
+    field = next((name for name in rules.values if name not in KINDS), None)
+    demand(field is None, f"rope_parameters: {shown(field)}", "be absent beside rules of kinds of layers", "there")
     full, local = (rules.part(kind) for kind in KINDS[::-1])
     outside = fields.number("rope_theta", base, above=0, null=base)
     stated = "rope_theta" in full.values and "rope_theta" in local.values
@@ -50,6 +50,6 @@ def rules_by_kind(fields: Fields, base: float) -> tuple[Fields, float]:
     if not full:
         merged.setdefault("rope_type", "default")
     # In rules of kinds the original length is the one inside.
-    own = {name: given for name, given in fields.given.items() if name != "original_max_position_embeddings"}
-    own |= {"rope_parameters": merged, "rope_scaling": None}
-    return Fields(own, fields.where), local.number("rope_theta", base, above=0)
+    config = {name: value for name, value in fields.given.items() if name != "original_max_position_embeddings"}
+    config |= {"rope_parameters": merged, "rope_scaling": None}
+    return Fields(config, fields.where), local.number("rope_theta", base, above=0)

@@ -80,9 +80,8 @@ def from_gguf(
         blocks = blocks[:, order]
 
     def matrix(number: int) -> Blocks:
-        own = blocks[number]
-        halves = own[..., 1:] & 15, own[..., 1:] >> 4
-        return Blocks(torch.cat(halves, -1).flatten(1), own[..., 0])
+        exponents, pairs = blocks[number].split([1, GGUF_BYTES - 1], -1)
+        return Blocks(torch.cat((pairs & 15, pairs >> 4), -1).flatten(1), exponents[..., 0])
 
     weight = packed([partial(matrix, number) for number in range(count)])
     return weight[0] if matrices is None else weight
@@ -117,12 +116,12 @@ class Mxfp4Folder(NamedTuple):
             check(width % BLOCK == 0, OP, source, f"have a multiple of {BLOCK} inputs in MXFP4", width)
             groups, file = width // BLOCK, ""
             shapes = {"blocks": (count, outputs, groups, BLOCK // 2), "scales": (count, outputs, groups)}
-            for part, shape in shapes.items():
-                tensor = unread.pop(f"{source}_{part}", None)
+            for suffix, shape in shapes.items():
+                tensor = unread.pop(f"{source}_{suffix}", None)
                 if tensor is None:
-                    expectation = f"hold {source}_{part}, as quantization_config says"
+                    expectation = f"hold {source}_{suffix}, as quantization_config says"
                     fail(OP, "checkpoint", expectation, "numbers" if source in unread else "none")
-                file, label = tensor.file, f"{tensor.file}: {source}_{part}"
+                file, label = tensor.file, f"{tensor.file}: {source}_{suffix}"
                 check(tensor.shape == shape, OP, label, f"have shape {shape}", tensor.shape)
                 if tensor.dtype != "U8":
                     raise NotImplementedError(message(OP, label, "be U8", tensor.dtype))
@@ -147,13 +146,13 @@ class Mxfp4Folder(NamedTuple):
 
     def _matrix(self, name: str, source: str) -> QuantizedWeight:
         """The experts of a layer. Gates lie between what they multiply, and become the first half of the outputs."""
-        blocks, scales = (self.weights.whole(f"{source}_{part}") for part in ("blocks", "scales"))
+        blocks, scales = (self.weights.whole(f"{source}_{suffix}") for suffix in ("blocks", "scales"))
         in_turns = name.endswith("gate_up")
 
         def matrix(number: int) -> Blocks:
             pairs = torch.stack((blocks[number] & 15, blocks[number] >> 4), -1).flatten(1)
-            own = Blocks(pairs, scales[number])
-            return Blocks(*(torch.cat((x[0::2], x[1::2])) for x in own)) if in_turns else own
+            stored = Blocks(pairs, scales[number])
+            return Blocks(*(torch.cat((x[0::2], x[1::2])) for x in stored)) if in_turns else stored
 
         with read_from(source):
             return packed([partial(matrix, number) for number in range(len(blocks))])
