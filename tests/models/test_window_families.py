@@ -132,6 +132,18 @@ def test_a_converted_model(family: str) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in own.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_packed_rows_have_sinks() -> None:
+    own: Any = from_transformers(a_model("gpt_oss", layer_types=KINDS[:1] * 3))
+    lengths = (5, 1, 9)
+    tokens = torch.cat([torch.tensor(TOKENS[:length]) for length in lengths])[None]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    with torch.inference_mode():
+        rows = own(tokens, cache=own.new_cache(batch=3, capacity=16), cu_seqlens=ends)
+        alone = own(tokens[:, 6:], cache=own.new_cache(batch=1, capacity=16))
+    assert own.packs_rows and torch.equal(rows[:, 6:], alone) and torch.equal(rows[:, :5], alone[:, :5])
+
+
 @pytest.mark.parametrize("family", ["olmo3", "gpt_oss"])
 @pytest.mark.filterwarnings("ignore")
 def test_drafters(family: str, tmp_path: Path) -> None:
