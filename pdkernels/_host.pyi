@@ -14,6 +14,12 @@ QUANTIZED_KINDS: list[tuple[str, int]]
 QUANTIZED_FORMATS: list[tuple[str, str, int, int]]
 """Formats of GGUF that stay packed: name, kind of scales, bits of a code, bytes of a group in a file."""
 
+def unchanged(
+    dictionaries: tuple[dict[str, Any], ...],
+    entries: tuple[Any, ...],
+    objects: tuple[Any, ...],
+    classes: tuple[type, ...],
+) -> bool: ...
 def pack_gguf(format: str, source: Buffer, order: Sequence[int], outputs: int, width: int, target: Buffer) -> int: ...
 def pack_quantized(
     layout: int, codes: Buffer, fields: Sequence[Buffer], outputs: int, width: int, target: Buffer

@@ -8,6 +8,7 @@
 #include "host_grammar.h"
 #include "host_planner.h"
 #include "host_quantized.h"
+#include "host_unchanged.h"
 
 namespace py = pybind11;
 
@@ -62,4 +63,5 @@ Example:
   pdkernels::bind_quantized(m);
   bind_planner(m);
   bind_grammar(m);
+  bind_unchanged(m);
 }

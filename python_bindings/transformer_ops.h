@@ -147,18 +147,19 @@ inline void apply_rope_append(Tensor& qkv, const OptionalTensor& bias, const Ten
 }
 
 // The tables and positions, for `args` that have the sizes of x.
-inline void unpack_rotation(const SameDevice& device, const Tensor& cos, const Tensor& sin, const Tensor& positions,
-                            bool interleaved, ApplyRopeArgs& args) {
+// Without positions they are still to be set.
+inline void unpack_rotation(const SameDevice& device, const Tensor& cos, const Tensor& sin,
+                            const OptionalTensor& positions, bool interleaved, ApplyRopeArgs& args) {
   PDK_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0);
   args.cos = rotary_table(device, cos, cos, args.head_dim), args.sin = rotary_table(device, sin, cos, args.head_dim);
-  args.table_rows = cos.size(0);
-  if (positions.dim() == 1) {  // the same for every sequence
-    args.positions = index_view(device, positions, 1, args.rows);
+  args.table_rows = cos.size(0), args.interleaved = interleaved;
+  if (!positions.has_value()) return;
+  if (positions->dim() == 1) {  // the same for every sequence
+    args.positions = index_view(device, *positions, 1, args.rows);
     args.positions.stride1 = args.positions.stride0, args.positions.stride0 = 0;
   } else {
-    args.positions = index_table(device, positions, args.batch, args.rows);
+    args.positions = index_table(device, *positions, args.batch, args.rows);
   }
-  args.interleaved = interleaved;
 }
 
 inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved) {

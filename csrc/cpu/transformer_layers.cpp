@@ -1,7 +1,10 @@
-// All layers of a transformer on the CPU, one after the other. The kernels of other ops compute; those that check
+// The layers of a transformer on the CPU, one after the other. The kernels of other ops compute; those that check
 // values do so in the first layer, before anything is written.
 #include "ops/transformer_layers.h"
 
+#include <cstring>
+
+#include "fault.h"
 #include "ops/kv_cache.h"
 #include "parallel.h"
 #include "simd/dispatch.h"
@@ -14,6 +17,7 @@ void run(const SiluAndMulArgs& args) { PDK_DISPATCH(silu_and_mul, args) }
 void run(const QuantizeArgs& args) { PDK_DISPATCH(kv_quantize, args) }
 void run(const LinearArgs& args) { PDK_DISPATCH(linear, args) }
 void run(const QuantizedLinearArgs& args) { PDK_DISPATCH(quantized_linear, args) }
+void run(const QuantizedEmbeddingArgs& args) { PDK_DISPATCH(quantized_embedding, args) }
 
 class Layers {
  public:
@@ -22,6 +26,7 @@ class Layers {
         memory_(args, parts),
         rows_(args.rows()),
         size_(bytes_of(args.attention.element)),
+        x_(args.embedding == nullptr ? args.x : view(memory_.embedded)),
         rope_(args.rope),
         attention_(args.attention) {
     set_rope();
@@ -29,7 +34,10 @@ class Layers {
   }
 
   void compute() {
-    for (size_t i = 0; i < args_.layers.size(); ++i) compute_layer(static_cast<int64_t>(i), args_.layers[i]);
+    if (args_.embedding != nullptr) embed();
+    for (int64_t i = 0; i < args_.layer_count; ++i) compute_layer(i, args_.layers[i]);
+    norm(view(memory_.added), view(memory_.residual), args_.norm, args_.out);
+    if (args_.head != nullptr) multiply(*args_.head, memory_.normed, args_.width, args_.logits);
   }
 
  private:
@@ -40,8 +48,42 @@ class Layers {
   }
   char* head(char* data, int64_t number) const { return data + number * attention_.head_dim * size_; }
 
+  // Calls visit(row, entry, row of the entry) for all rows.
+  template <class Visit>
+  void for_rows(const Visit& visit) const {
+    const int64_t each = args_.entry_rows();
+    for (int64_t row = 0; row < rows_; ++row) visit(row, row / each, row % each);
+  }
+
+  void embed() const {
+    const LayerMatrix& table = *args_.embedding;
+    for_rows([&](int64_t row, int64_t entry, int64_t i) {
+      const int64_t id = memory_.ids[row] = args_.ids.load(entry, i);
+      if (id < 0 || id >= table.outputs) fail("transformer_layers_", "id " + std::to_string(id) + " has no row");
+    });
+    std::visit([&](const auto& matrix) { look_up(matrix); }, table.args);
+  }
+  void look_up(const LinearArgs& table) const {
+    const int64_t bytes = args_.width * size_;
+    for_rows([&](int64_t row, int64_t, int64_t) {
+      const char* from = static_cast<const char*>(table.weight) + memory_.ids[row] * bytes;
+      std::memcpy(memory_.embedded + row * bytes, from, bytes);
+    });
+  }
+  void look_up(const QuantizedLinearArgs& table) const {
+    QuantizedEmbeddingArgs args;
+    args.element = attention_.element, args.ids = {memory_.ids, 1, 0, true}, args.out = x_;
+    std::copy(table.parts, table.parts + table.part_count, args.parts), args.part_count = table.part_count;
+    args.rows = rows_, args.width = args_.width;
+    run(args);
+  }
+
   void set_rope() {
     const SpeculativeArgs& sizes = args_.attention;
+    if (!rope_.positions.given()) {
+      for_rows([&](int64_t row, int64_t b, int64_t i) { memory_.positions[row] = sizes.lengths.load(b) + i; });
+      rope_.positions = {memory_.positions, args_.entry_rows(), 1, true};
+    }
     const int64_t heads = args_.norms_heads() ? args_.turned_heads() : args_.all_heads();
     rope_.element = sizes.element, rope_.x = memory_.normed_qk, rope_.heads = args_.turned_heads();
     rope_.head_stride = sizes.head_dim, rope_.row_stride = heads * sizes.head_dim;
@@ -81,18 +123,19 @@ class Layers {
 
   void compute_layer(int64_t number, const LayerArgs& layer) {
     const bool first = number == 0;
-    norm(first ? args_.x : args_.added, first ? RowsView{} : args_.residual, layer.attention_norm, view(memory_.input));
+    const RowsView added = view(memory_.added), residual = view(memory_.residual);
+    norm(first ? x_ : added, first ? RowsView{} : residual, layer.attention_norm, view(memory_.input));
     multiply(layer.qkv, memory_.normed, args_.width, memory_.qkv);
     if (layer.q_norm != nullptr) norm_heads(layer);
     apply_rope(rope_);
     for (int i = 0; attention_.codes && i < 2; ++i) run(quantize_[i]);
     attend(number);
-    multiply(layer.output, memory_.mixed, attention_.q_heads * attention_.head_dim, args_.added.data);
-    norm(args_.added, first ? args_.x : view(memory_.input), layer.mlp_norm, args_.residual);
+    multiply(layer.output, memory_.mixed, attention_.q_heads * attention_.head_dim, memory_.added);
+    norm(added, first ? x_ : view(memory_.input), layer.mlp_norm, residual);
     if (const MixtureMlp* mixture = layer.mixture()) {
       compute_mixture(*mixture);
     } else {
-      compute_mlp(*layer.dense(), args_.added.data);
+      compute_mlp(*layer.dense(), memory_.added);
     }
   }
 
@@ -129,7 +172,7 @@ class Layers {
 
   void attend(int64_t number) const {
     SpeculativeArgs args = attention_;
-    args.starts = args_.layers[number].starts;
+    if (args_.starts != nullptr) args.starts = args_.starts[number];
     args.k_cache.data = static_cast<char*>(args.k_cache.data) + number * args_.k_cache_stride;
     args.v_cache.data = static_cast<char*>(args.v_cache.data) + number * args_.v_cache_stride;
     speculative_attention(args);
@@ -162,7 +205,7 @@ class Layers {
       args.plus = view(memory_.shared);
     }
     args.experts = &mixture.experts, args.element = attention_.element;
-    args.x = view(memory_.normed), args.out = args_.added, args.rows = rows_, args.width = args_.width;
+    args.x = view(memory_.normed), args.out = view(memory_.added), args.rows = rows_, args.width = args_.width;
     args.functions = args_.router_functions, args.memory = memory_.experts;
     experts(args);
   }
@@ -170,6 +213,7 @@ class Layers {
   const TransformerLayersArgs& args_;
   LayersMemory memory_;
   int64_t rows_, size_;  // of an element
+  RowsView x_;
   ApplyRopeArgs rope_;
   SpeculativeArgs attention_;
   QuantizeArgs quantize_[2];  // of K and V

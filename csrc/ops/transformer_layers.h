@@ -1,6 +1,6 @@
-// Arguments of all layers of a transformer over new rows of a cache, for the CPU: the kernels that
-// pdkernels/models/architectures/layer.py calls, in the same order, so that results have the same bits. See
-// pdkernels/models/architectures/whole_step.py.
+// Arguments of the layers of a transformer over new rows of a cache, with the embedding before them and the head after
+// them, for the CPU: the kernels that pdkernels/models/architectures/layer.py calls, in the same order, so that results
+// have the same bits. See pdkernels/models/architectures/whole_step.py.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ops/experts.h"
+#include "ops/quantized_linear.h"
 #include "ops/speculative_attention.h"
 #include "ops/transformer_ops.h"
 
@@ -43,7 +44,6 @@ struct LayerArgs {
   LayerMatrix output;
   void* mlp_norm;
   std::variant<Mlp, MixtureMlp> mlp;
-  IndexView starts;  // as in SpeculativeArgs
 
   // The MLP of every row.
   const Mlp* dense() const {
@@ -54,14 +54,21 @@ struct LayerArgs {
 };
 
 struct TransformerLayersArgs {
-  std::vector<LayerArgs> layers;
-  RowsView x, residual, added;  // contiguous; the results: what the last layer adds, and what it is added to
+  const LayerArgs* layers;
+  int64_t layer_count;
+  const IndexView* starts;       // of each layer, as in SpeculativeArgs; nullptr: none has one
+  const LayerMatrix* embedding;  // nullptr: x is given
+  IndexView ids;                 // (entries, rows of one), with an embedding
+  RowsView x, out;               // contiguous; the result: x plus what the layers add
+  void* norm;                    // before the head
+  const LayerMatrix* head;       // nullptr: no logits
+  void* logits;                  // (rows, outputs of the head)
   int64_t width;
   float eps;
   // What layers have in common: sizes, plan, lengths, and the caches of the first; from each to the next, in bytes.
   SpeculativeArgs attention;
   int64_t k_cache_stride, v_cache_stride;
-  ApplyRopeArgs rope;  // tables and positions
+  ApplyRopeArgs rope;  // tables and positions; without these, rows follow the cached ones
   RouterFunctions* router_functions;
   char* memory;  // memory_bytes()
 
@@ -79,6 +86,8 @@ struct TransformerLayersArgs {
 struct LayersMemory {
   static constexpr int64_t kScaleBytes = sizeof(float);  // of a row of an 8-bit cache
 
+  char *embedded, *residual, *added;
+  int64_t *ids, *positions;
   char *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
   char* codes;  // of new keys and values
   float *lse, *parts, *parts_lse;
@@ -86,7 +95,11 @@ struct LayersMemory {
   LayersMemory(const TransformerLayersArgs& args, MemoryParts& memory) {
     const SpeculativeArgs& attention = args.attention;
     const int64_t rows = args.rows(), size = bytes_of(attention.element), head_bytes = attention.head_dim * size;
-    normed = memory.take(rows * args.width * size), input = memory.take(rows * args.width * size);
+    const auto take_rows = [&] { return memory.take(rows * args.width * size); };
+    embedded = args.embedding == nullptr ? nullptr : take_rows();
+    ids = memory.take<int64_t>(args.embedding == nullptr ? 0 : rows);
+    positions = memory.take<int64_t>(args.rope.positions.given() ? 0 : rows);
+    residual = take_rows(), added = take_rows(), normed = take_rows(), input = take_rows();
     qkv = memory.take(rows * args.all_heads() * head_bytes), mixed = memory.take(rows * attention.q_heads * head_bytes);
     normed_qk = args.norms_heads() ? memory.take(rows * args.turned_heads() * head_bytes) : qkv;
     codes = memory.take(attention.codes ? rows * 2 * attention.kv_heads * (attention.head_dim + kScaleBytes) : 0);
@@ -98,7 +111,9 @@ struct LayersMemory {
     const auto include = [&](const LayerMatrix& matrix) {
       scratch_bytes = std::max(scratch_bytes, matrix.scratch_bytes(rows));
     };
-    for (const LayerArgs& layer : args.layers) {
+    if (args.head != nullptr) include(*args.head);
+    for (int64_t i = 0; i < args.layer_count; ++i) {
+      const LayerArgs& layer = args.layers[i];
       include(layer.qkv), include(layer.output);
       if (const Mlp* mlp = layer.dense()) {
         include(mlp->gate_up), include(mlp->down);

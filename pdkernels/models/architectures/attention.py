@@ -83,6 +83,15 @@ def uncached_visibility(mask: torch.Tensor | TilePlan | None, *, causal: bool = 
     return Visibility(mask[None, None] if mask.dim() == 2 else mask[:, None])
 
 
+def plan_of(cache: Cache, rows: int, mask: torch.Tensor | TilePlan | None) -> TilePlan | None:
+    """The plan of `rows` new tokens after those of a cache, by `mask` (None: causal), for the kernels; None: they do
+    not take them."""
+    kernels = cache.dtype in (*KERNEL_DTYPES, torch.int8) and takes_head_dim(cache.head_dim)
+    if not kernels or isinstance(mask, torch.Tensor):
+        return None
+    return _causal_plan(rows, cache.device) if mask is None else mask
+
+
 def cached_visibility(
     cache: Cache,
     lengths: list[int] | None,
@@ -96,9 +105,9 @@ def cached_visibility(
     """
     if cache.dtype == torch.int8 and isinstance(mask, torch.Tensor):
         fail("Transformer", "mask", "be a TilePlan on an 8-bit cache", "a bool tensor", "Call mask.plan().")
-    kernels = cache.dtype in (*KERNEL_DTYPES, torch.int8) and takes_head_dim(cache.head_dim)
-    if kernels and not isinstance(mask, torch.Tensor):
-        return Visibility(_causal_plan(rows, cache.device) if mask is None else mask)
+    plan = plan_of(cache, rows, mask)
+    if plan is not None:
+        return Visibility(plan)
     if mask is None:
         mask = torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril()
     elif isinstance(mask, TilePlan):

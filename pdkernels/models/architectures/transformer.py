@@ -8,7 +8,8 @@ become part of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
     from pdkernels.models.text.tokenizers import Tokenizer
 
 __all__ = ["Transformer", "TransformerConfig", "select_rows"]
+
+
+# What an instance may have replaced.
+_PARTS = {"hidden", "embed", "logits", "_forward", "_look_up", "_rope", "_run", "_run_layers"}
 
 
 class Transformer(nn.Module):
@@ -114,6 +119,7 @@ class Transformer(nn.Module):
             style=config.rope_style,
             scaling=config.rope_scaling,
         )
+        self.binding = whole_step.Binding()
         self._window_tables = None
         if config.window_rope_theta is not None:
             self._window_tables = RopeTables(
@@ -208,6 +214,10 @@ class Transformer(nn.Module):
         `rows` are ints, which must be copied there. Compiled code does not look at values: there `positions` must lie
         below `max_positions` or T, and `rows` below T.
         """
+        if cache is not None and rows is None and cu_seqlens is None and positions is None and adapted is False:
+            whole = self._whole(tokens, cache, counts, mask, with_logits=True)
+            if whole is not None:
+                return whole[1]
         packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
         x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted, **packed)
         if rows is not None:
@@ -248,7 +258,29 @@ class Transformer(nn.Module):
             alone = counts is None and positions is None and mask is None and adapted is False
             check(alone, "Transformer", "cu_seqlens", "come without counts, positions, mask and adapted", "with them")
             return self._packed(tokens, cache, cu_seqlens)
+        if cache is not None and positions is None and adapted is False:
+            whole = self._whole(tokens, cache, counts, mask, with_logits=False)
+            if whole is not None:
+                return whole[0]
         return self._forward(tokens, cache, counts, positions, mask, adapted, {})
+
+    def _whole(
+        self,
+        tokens: torch.Tensor,
+        cache: Cache,
+        counts: torch.Tensor | None,
+        mask: torch.Tensor | TilePlan | None,
+        with_logits: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`whole_step.run_forward`, where no part of the forward is another one."""
+        if torch.compiler.is_compiling() or type(self) is not Transformer or not vars(self).keys().isdisjoint(_PARTS):
+            return None
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad():
+            return whole_step.run_forward(self, tokens, cache, counts, mask, with_logits)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Transformer:
+        self.binding.drop()  # or what moves would stay where it was too
+        return cast(Transformer, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     @property
     def packs_rows(self) -> bool:
@@ -536,14 +568,12 @@ class Transformer(nn.Module):
         """What layer `end` gets if layer `first` gets `x`."""
         if first == end:
             return x
-        subset = first > 0 or end < self.config.layers
-        layers = list(islice(self.layers, first, end)) if subset else self.layers
         if gate is None and isinstance(rows, NewRows):
-            sums = whole_step.run_layers(layers, x, rows, slice(first, end) if subset else None)
-            if sums is not None:
-                return sums[0] + sums[1]
+            hidden = whole_step.run_layers(self, x, rows, first, end)
+            if hidden is not None:
+                return hidden
         added: torch.Tensor | None = None
-        for index, layer in enumerate(layers, first):
+        for index, layer in enumerate(islice(self.layers, first, end), first):
             x, added = layer(x, added, partial(rows.attend_, layer=index), gate)
         assert added is not None
         return x + added

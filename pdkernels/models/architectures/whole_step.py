@@ -1,8 +1,11 @@
-"""All layers of a forward on a cache as one op of the CPU.
+"""A forward on a cache as one op of the CPU: the embedding, all layers and the head.
 
 It calls the kernels that `Layer` calls, in the same order, so that every number has the same bits; what it saves is the
 Python between them, a noticeable share of a small model's step. The layers themselves stay the definition: they run on
 GPUs, in training, in a compiled graph, in fp64, with adapted rows, and wherever a layer is not simply ours.
+
+The op works on parameters that were bound to it once (`Binding`). Every forward looks whether they are still the same
+objects, and the op whether these still have the same memory.
 """
 
 from __future__ import annotations
@@ -10,29 +13,36 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module
 
 from pdkernels._attention import PlanArguments
+from pdkernels._host import unchanged
 from pdkernels._structures import flat
 from pdkernels._validation import refuse
 from pdkernels.backends import resolve
+from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.models.architectures import fused
-from pdkernels.models.architectures.attention import NewRows
+from pdkernels.models.architectures.attention import NewRows, check_mask, plan_of
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import ExpertLayer
 from pdkernels.models.architectures.layer import Layer
+from pdkernels.models.architectures.rope import Rotation
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
-OP = "transformer_layers_"
+if TYPE_CHECKING:
+    from pdkernels.models.architectures.transformer import Transformer
 
-# In the order of `ParameterReader` in python_bindings/transformer_layers.h: a bias follows its matrix.
+OP = "transformer_layers_"
+BIND = "bind_transformer"
+
+# In the order of `ParameterReader` in python_bindings/transformer_parameters.h: a bias follows its matrix.
 NAMES = (
     *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias"),
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
@@ -45,16 +55,9 @@ EXPERT_NAMES = (
 _MATRICES = {"qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"}
 
 
-class Kind:
-    """The names of a kind of layer's parameters."""
-
-    def __init__(self, *names: str) -> None:
-        self.names, self.of_layer = names, itemgetter(*names)
-        self.unpacked = (0,) * sum(name in _MATRICES for name in names)
-
-
-class LayerParameters(NamedTuple):
-    """The parameters of all layers, one after the other; `ParameterInputs` in python_bindings/transformer_layers.h."""
+class TransformerParameters(NamedTuple):
+    """The embedding, the head and the parameters of all layers, one after the other; `ParameterInputs` in
+    python_bindings/transformer_parameters.h."""
 
     tensors: list[Tensor | None]
     parts: list[int]
@@ -64,24 +67,24 @@ class LayerParameters(NamedTuple):
     mixtures: list[int]
     """The layers with experts, by their places among these."""
 
-    def add(self, attributes: dict[str, Any], kind: Kind) -> None:
-        """Appends the parameters of a layer with these `attributes`. KeyError: it keeps some in another way."""
-        if not attributes["_modules"]:
-            self.tensors.extend(kind.of_layer(attributes["_parameters"]))
-            self.parts.extend(kind.unpacked)
-            return
-        every = attributes["_parameters"] | attributes["_modules"]
-        for name in kind.names:
-            value = every[name]
-            if type(value) is QuantizedWeight:
-                self.tensors.extend(value._buffers.values())  # its `data`, which looks each up by name
-                self.layouts.extend(value.layouts)
-                self.outputs.extend(value.outputs)
-                self.parts.append(len(value.outputs))
+    def add_layer(self, layer: Layer) -> None:
+        """KeyError: it keeps some in another way."""
+        every = layer._parameters | layer._modules
+        for name in _NAMES_OF[type(layer)]:
+            if name in _MATRICES:
+                self.add_matrix(every[name])
             else:
-                self.tensors.append(value)
-                if name in _MATRICES:
-                    self.parts.append(0)
+                self.tensors.append(every[name])  # type: ignore[arg-type]
+
+    def add_matrix(self, weight: Any) -> None:
+        if type(weight) is QuantizedWeight:
+            self.tensors.extend(weight.data)
+            self.layouts.extend(weight.layouts)
+            self.outputs.extend(weight.outputs)
+            self.parts.append(len(weight.outputs))
+        else:
+            self.tensors.append(weight)
+            self.parts.append(0)
 
 
 class RoutingArguments(NamedTuple):
@@ -102,11 +105,30 @@ class RoutingArguments(NamedTuple):
         return cls(experts.per_token, experts.normalized, by_sigmoid, groups, experts.chosen_groups, experts.scale)
 
 
-class LayersArguments(NamedTuple):
-    """The arguments of the op; `LayersInputs` in python_bindings/transformer_layers.h."""
+class BindArguments(NamedTuple):
+    """The arguments of `BIND`; `BindInputs` in python_bindings/transformer_parameters.h."""
 
+    norm: Tensor
+    parameters: TransformerParameters
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    interleaved: bool
+    scale: float
+    eps: float
+    routing: RoutingArguments
+
+
+class LayersArguments(NamedTuple):
+    """The arguments of `OP`; `LayersInputs` in python_bindings/transformer_layers.h."""
+
+    bound: Tensor
     x: Tensor
-    parameters: LayerParameters
+    """Rows, or ids of the embedding's."""
+    first: int
+    end: int
+    with_logits: bool
     k_cache: Tensor
     v_cache: Tensor
     lengths: Tensor
@@ -114,27 +136,111 @@ class LayersArguments(NamedTuple):
     cu_seqlens: Tensor | None
     block_table: Tensor | None
     longest: int
-    heads: int
     cos: Tensor
     sin: Tensor
-    positions: Tensor
-    interleaved: bool
-    plan: PlanArguments
-    scale: float
-    eps: float
-    routing: RoutingArguments
+    positions: Tensor | None
+    """None: those after the cached rows."""
     starts: list[Tensor | None]
     """Of each layer; empty: all see their rows from the first one on."""
+    plan: PlanArguments
 
 
-# Not one of the public ops: it serves the models alone, has no other device, and its reference is `Layer`.
-LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=['k_cache', 'v_cache'])}) -> (Tensor residual, Tensor added)")
+# Not among the public ops: they serve the models alone, have no other device, and their reference is `Layer`.
+LIBRARY.define(f"{BIND}({schema_of(BindArguments)}) -> Tensor bound")
+LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=['k_cache', 'v_cache'])}) -> (Tensor hidden, Tensor logits)")
+_bind = getattr(getattr(torch.ops, NAMESPACE), BIND).default
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
 
+_NAMES_OF: dict[type, tuple[str, ...]] = {Layer: NAMES, ExpertLayer: EXPERT_NAMES}
 _TYPES = {Tensor, torch.nn.Parameter, type(None)}
 # What an instance may have replaced.
 _METHODS = {name for name, value in vars(Layer).items() if callable(value)} | {"_compiled_call_impl"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Seen(NamedTuple):
+    """What parameters were read from, as `unchanged` takes it."""
+
+    dictionaries: tuple[dict[str, Any], ...]
+    entries: tuple[Any, ...]
+    modules: tuple[nn.Module, ...]
+    classes: tuple[type, ...]
+
+    @classmethod
+    def of(cls, model: Transformer) -> Seen:
+        dictionaries: list[dict[str, Any]] = [model._parameters, model._modules, model.layers._modules]  # type: ignore[attr-defined]
+        modules: list[nn.Module] = [*model.layers]
+        for layer in model.layers:
+            dictionaries += [vars(layer), layer._parameters, layer._modules]
+            dictionaries += [getattr(layer, name) for name in _HOOKS]
+        for owner in (model, *model.layers):
+            for weight in filter(None, owner._modules.values()):
+                if type(weight) is QuantizedWeight:
+                    dictionaries.append(weight._buffers)
+                modules.append(weight)
+        entries = tuple(entry for dictionary in dictionaries for pair in dictionary.items() for entry in pair)
+        return cls(tuple(dictionaries), entries, tuple(modules), tuple(map(type, modules)))
+
+
+class Binding:
+    """The parameters of a model as the op works on them.
+
+    They are bound again after a change of the objects that hold them: a parameter, a buffer or a layer that was
+    replaced, a hook or a method of a layer. Tensors that got other memory (`.data`, `.to`) are read again by the op.
+    What is bound stays in memory until then: `drop` forgets it. Copies of a model start without.
+    """
+
+    def __init__(self) -> None:
+        # Together, because several threads may run the model.
+        self._kept: tuple[Seen, Tensor | None] | None = None
+
+    def of(self, model: Transformer) -> Tensor | None:
+        """None: some layer is another class, has hooks, or keeps its parameters in another way."""
+        kept = self._kept
+        if kept is None or not unchanged(*kept[0]):
+            kept = self._kept = Seen.of(model), _bound(model)
+        return kept[1]
+
+    def drop(self) -> None:
+        self._kept = None
+
+    def __reduce__(self) -> tuple[type[Binding], tuple[()]]:
+        return Binding, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        return Binding()
+
+
+def _bound(model: Transformer) -> Tensor | None:
+    config = model.config
+    if not config.usual or any(map(_differs, model.layers)):
+        return None
+    parameters = TransformerParameters([], [], [], [], [])
+    parameters.add_matrix(model.embedding)
+    parameters.add_matrix(model.embedding if model.head is None else model.head)
+    try:
+        for layer in model.layers:
+            parameters.add_layer(layer)
+    except KeyError:
+        return None
+    parameters.mixtures.extend(number for number, layer in enumerate(model.layers) if type(layer) is ExpertLayer)
+    if not _TYPES.issuperset(map(type, (model.norm, *parameters.tensors))):
+        return None
+    interleaved, scale = config.rope_style == "interleaved", config.head_dim**-0.5
+    sizes = len(model.layers), config.heads, config.kv_heads, config.head_dim
+    routing = RoutingArguments.of(config.experts)
+    arguments = BindArguments(model.norm, parameters, *sizes, interleaved, scale, config.norm_eps, routing)
+    try:
+        bound: Tensor = _bind(*flat(arguments))
+    except RuntimeError:
+        return None
+    return bound
+
+
+def _differs(layer: Layer) -> bool:
+    hooked = any(getattr(layer, name) for name in _HOOKS)
+    return type(layer) not in _NAMES_OF or hooked or not _METHODS.isdisjoint(vars(layer))
 
 
 def asked() -> bool:
@@ -144,78 +250,81 @@ def asked() -> bool:
     return value != "0"
 
 
-def run_layers(
-    layers: Iterable[Layer], x: Tensor, rows: NewRows, span: slice | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """What the last of `layers` returns for `x`; None: they must run one by one. `span`: their numbers; None: they are
-    all."""
-    if not _serves(x, rows):
-        return None
-    if not next(iter(layers)).config.usual:
-        return None
-    parameters = _parameters(layers)
-    if parameters is None:
-        return None
+def run_layers(model: Transformer, x: Tensor, rows: NewRows, first: int, end: int) -> Tensor | None:
+    """What layer `end` of a model gets if layer `first` gets `x`; None: they must run one by one."""
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
-    assert cache is not None and isinstance(plan, TilePlan) and rotation.positions is not None
-    config = next(iter(layers)).config
-    arguments = LayersArguments(
-        x=x,
-        parameters=parameters,
-        k_cache=cache.k if span is None else cache.k[span],
-        v_cache=cache.v if span is None else cache.v[span],
-        lengths=cache.lengths,
-        counts=rows.counts,
-        cu_seqlens=rows.cu_seqlens,
-        block_table=cache.block_table,
-        longest=plan.q_len,
-        heads=config.heads,
-        cos=rotation.cos,
-        sin=rotation.sin,
-        positions=rotation.positions,
-        interleaved=rows.style == "interleaved",
-        plan=plan.arguments,
-        scale=cache.head_dim**-0.5,
-        eps=config.norm_eps,
-        routing=RoutingArguments.of(config.experts),
-        starts=[seen.starts for seen in (rows.seen if span is None else rows.seen[span])],
+    if cache is None or not isinstance(plan, TilePlan) or rotation.positions is None or not x.is_floating_point():
+        return None
+    if not fused.enabled(x) or not _serves(x, cache, rotation):
+        return None
+    found = _results(
+        model,
+        x,
+        (first, end, False),
+        cache,
+        (rows.counts, rows.cu_seqlens),
+        rotation,
+        [seen.starts for seen in rows.seen[first:end]],
+        plan,
     )
+    return None if found is None else found[0]
+
+
+def run_forward(
+    model: Transformer,
+    tokens: Tensor,
+    cache: Cache,
+    counts: Tensor | None,
+    mask: Tensor | TilePlan | None,
+    with_logits: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """The input of `logits` for rows after the cached ones, and with `with_logits` their logits; None: the forward must
+    run part by part."""
+    config = model.config
+    if config.embedding_scale != 1 or config.windows or type(tokens) is not Tensor or tokens.dim() != 2:
+        return None
+    batch, rows = tokens.shape
+    plan = plan_of(cache, rows, mask)
+    if plan is None or not fused.enabled(model.norm):
+        return None
+    table = model._rope(cache.capacity + rows)
+    if not _serves(tokens, cache, table):
+        return None
+    check_mask("Transformer", mask, batch, rows, tokens.device)
+    return _results(model, tokens, (0, config.layers, with_logits), cache, (counts, None), table, [], plan)
+
+
+def _results(
+    model: Transformer,
+    x: Tensor,
+    parts: tuple[int, int, bool],
+    cache: Cache,
+    rows: tuple[Tensor | None, Tensor | None],
+    rotation: Rotation,
+    starts: list[Tensor | None],
+    plan: TilePlan,
+) -> tuple[Tensor, Tensor] | None:
+    bound = model.binding.of(model)
+    if bound is None:
+        return None
+    arguments = LayersArguments(
+        bound, x, *parts, cache.k, cache.v, cache.lengths, *rows, cache.block_table, plan.q_len,
+        rotation.cos, rotation.sin, rotation.positions, starts, plan.arguments,
+    )  # fmt: skip
     try:
-        results: tuple[Tensor, Tensor] = run_counted(_run, flat(arguments), _WRITES)
+        results: tuple[Tensor, Tensor] = run_counted(_run, (*arguments[:-1], *arguments.plan), _WRITES)
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return results
 
 
-def _serves(x: Tensor, rows: NewRows) -> bool:
+def _serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:
     """Whether the op computes such rows, and nobody watches, changes or records the ops of a layer."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or module._has_any_global_hook():
         return False
-    if rows.cache is None or type(x) is not Tensor or x.device.type != "cpu" or not fused.enabled(x):
+    if type(x) is not Tensor or x.device.type != "cpu" or rotation.query_scale is not None:
         return False
-    fits = isinstance(rows.visibility.mask, TilePlan) and rows.rotation.positions is not None
-    fits = fits and rows.rotation.query_scale is None and type(rows.cache.k) is type(rows.cache.v) is Tensor
+    fits = type(cache.k) is type(cache.v) is Tensor
     return fits and resolve("linear", "auto", x.device) == "native" and asked()
-
-
-_KINDS = {Layer: Kind(*NAMES), ExpertLayer: Kind(*EXPERT_NAMES)}
-
-
-def _parameters(layers: Iterable[Layer]) -> LayerParameters | None:
-    """None where a layer is another class, has hooks, or keeps its parameters in another way."""
-    parameters = LayerParameters([], [], [], [], [])
-    try:
-        for number, layer in enumerate(layers):
-            attributes, kind = vars(layer), _KINDS.get(type(layer))
-            if kind is None or layer._forward_hooks or layer._forward_pre_hooks:
-                return None
-            if not _METHODS.isdisjoint(attributes):
-                return None
-            if type(layer) is ExpertLayer:
-                parameters.mixtures.append(number)
-            parameters.add(attributes, kind)
-    except KeyError:
-        return None
-    return parameters if _TYPES.issuperset(map(type, parameters.tensors)) else None

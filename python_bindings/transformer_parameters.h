@@ -1,0 +1,275 @@
+// The parameters of a transformer, read once: what the ops of python_bindings/transformer_layers.h work on.
+#pragma once
+
+#include "experts.h"
+#include "linear.h"
+#include "quantized_linear.h"
+
+#ifndef PDKERNELS_DEVICE_CUDA
+
+#include <memory>
+#include <mutex>
+
+#include "ops/transformer_layers.h"
+
+namespace pdkernels::PDK_DEVICE::bindings {
+
+// TransformerParameters and BindArguments of pdkernels/models/architectures/whole_step.py.
+struct ParameterInputs {
+  std::vector<OptionalTensor> tensors;    // as ParameterReader reads them
+  std::vector<int64_t> parts;             // of each matrix, 0 for one that is not quantised
+  std::vector<int64_t> layouts, outputs;  // of each part
+  std::vector<int64_t> mixtures;          // the layers with experts in place of an MLP
+  auto fields() const { return std::tie(tensors, parts, layouts, outputs, mixtures); }
+};
+
+struct BindInputs {
+  Tensor norm;  // before the head
+  ParameterInputs parameters;
+  int64_t layers, heads, kv_heads, head_dim;
+  bool interleaved;
+  double scale, eps;
+  RoutingInputs routing;
+  auto fields() const {
+    return std::tie(norm, parameters, layers, heads, kv_heads, head_dim, interleaved, scale, eps, routing);
+  }
+};
+
+// Reads parameters one after the other, in the order in which `TransformerParameters` in whole_step.py collects them.
+class ParameterReader {
+ public:
+  ParameterReader(const ParameterInputs& in, const RoutingInputs& routing, const Tensor& norm)
+      : in_(in), routing_(routing), device_(norm), dtype_(norm.scalar_type()), width_(norm.size(0)) {}
+
+  LayerMatrix embedding() {
+    const LayerMatrix table = matrix(width_, false);
+    const auto* numbers = std::get_if<LinearArgs>(&table.args);
+    PDK_CHECK(numbers == nullptr || numbers->weight_element == numbers->element);
+    return table;
+  }
+  LayerMatrix head() { return matrix(width_, false); }
+  LayerArgs layer(int64_t heads, int64_t kv_heads, int64_t head_dim, bool with_experts) {
+    LayerArgs args;
+    args.attention_norm = vector(width_);
+    args.qkv = matrix(width_);
+    args.q_norm = optional_vector(head_dim), args.k_norm = optional_vector(head_dim);
+    args.output = matrix(heads * head_dim);
+    args.mlp_norm = vector(width_);
+    PDK_CHECK(args.qkv.outputs == (heads + 2 * kv_heads) * head_dim && args.output.outputs == width_);
+    PDK_CHECK((args.q_norm == nullptr) == (args.k_norm == nullptr));
+    if (with_experts) {
+      args.mlp = mixture();
+    } else {
+      args.mlp = mlp(true);
+    }
+    return args;
+  }
+  bool done() const { return at_ == in_.tensors.size(); }
+  // Copies of parameters, whose numbers are those of now.
+  const Tensors& copies() const { return held_; }
+
+ private:
+  // The next matrix's parts, none of one that is not quantised.
+  struct Parts {
+    Tensors weights;
+    std::vector<int64_t> layouts, outputs;
+  };
+
+  MixtureMlp mixture() {
+    MixtureMlp mixture;
+    Experts& experts = mixture.experts;
+    const Tensor weight = dense(next());
+    OptionalTensor bias = next();
+    if (bias.has_value() && !(bias->scalar_type() == ScalarType::Float && bias->is_contiguous())) {
+      bias = held_.emplace_back(packed(torch::stable::to(*bias, ScalarType::Float)));
+    }
+    experts.router = unpack_router(device_, dtype_, width_, routing_, weight, bias);
+    experts.gate_up = experts_matrix(width_, experts.router.experts());
+    experts.down = experts_matrix(experts.inner(), experts.router.experts());
+    PDK_CHECK(experts.gate_up.outputs % 2 == 0 && experts.down.outputs == width_);
+    if (peek().has_value()) {
+      mixture.shared = mlp(false);
+    } else {
+      PDK_CHECK(!next().has_value() && !next().has_value());
+      matrix_ += 2;
+    }
+    return mixture;
+  }
+  Mlp mlp(bool with_biases) {
+    Mlp mlp;
+    mlp.gate_up = matrix(width_, with_biases), mlp.down = matrix(mlp.inner(), with_biases);
+    PDK_CHECK(mlp.gate_up.outputs % 2 == 0 && mlp.down.outputs == width_);
+    return mlp;
+  }
+  // A matrix, and its bias if such matrices have one.
+  LayerMatrix matrix(int64_t width, bool with_bias = true) {
+    const Parts parts = next_parts();
+    if (parts.weights.empty()) {
+      const Tensor weight = dense(next());
+      PDK_CHECK(weight.dim() == 2);
+      LinearArgs args = unpack_matrix(device_, dtype_, width, weight, width);
+      args.bias = with_bias ? optional_vector(args.outputs) : nullptr;
+      return {args, args.outputs};
+    }
+    QuantizedLinearArgs args = unpack_matrix(device_, dtype_, width, parts.weights, parts.layouts, parts.outputs);
+    const int64_t outputs = args.outputs();
+    args.bias = with_bias ? optional_vector(outputs) : nullptr;
+    return {args, outputs};
+  }
+  ExpertMatrix experts_matrix(int64_t width, int64_t experts) {
+    const Parts parts = next_parts();
+    if (!parts.weights.empty()) {
+      return unpack_experts(device_, dtype_, width, parts.weights, parts.layouts, parts.outputs, experts);
+    }
+    const ExpertMatrix matrix = unpack_experts(device_, dtype_, width, dense(next()));
+    PDK_CHECK(matrix.experts == experts);
+    return matrix;
+  }
+  void* vector(int64_t size) {
+    const Tensor values = dense(next());
+    device_.require(values, dtype_, {size});
+    return values.data_ptr();
+  }
+  void* optional_vector(int64_t size) { return peek().has_value() ? vector(size) : (next(), nullptr); }
+
+  Parts next_parts() {
+    const int64_t count = next_of(in_.parts, matrix_++);
+    PDK_CHECK(count >= 0);
+    Parts parts;
+    for (int64_t i = 0; i < count; ++i, ++part_) {
+      parts.weights.push_back(dense(next()));
+      parts.layouts.push_back(next_of(in_.layouts, part_)), parts.outputs.push_back(next_of(in_.outputs, part_));
+    }
+    return parts;
+  }
+  const OptionalTensor& peek() const {
+    PDK_CHECK(at_ < in_.tensors.size());
+    return in_.tensors[at_];
+  }
+  const OptionalTensor& next() { return peek(), in_.tensors[at_++]; }
+  // Copying parameters in every call would cost more than this op saves.
+  static const Tensor& dense(const OptionalTensor& t) {
+    PDK_CHECK(t.has_value() && t->is_contiguous());
+    return *t;
+  }
+  static int64_t next_of(const std::vector<int64_t>& numbers, size_t at) {
+    PDK_CHECK(at < numbers.size());
+    return numbers[at];
+  }
+
+  const ParameterInputs& in_;
+  const RoutingInputs& routing_;
+  SameDevice device_;
+  ScalarType dtype_;
+  int64_t width_;
+  size_t at_ = 0, matrix_ = 0, part_ = 0;
+  Tensors held_;
+};
+
+// What was read of a tensor. One that is given other memory (`.data = `, `.to`) is another one from then on.
+class TensorState {
+ public:
+  explicit TensorState(const Tensor& t) : memory_(t.data_ptr()), dtype_(t.scalar_type()), dim_(t.dim()) {
+    PDK_CHECK(dim_ <= kMostDims);
+    for (int64_t d = 0; d < dim_; ++d) sizes_[d] = t.sizes()[d], strides_[d] = t.strides()[d];
+  }
+  bool operator==(const TensorState&) const = default;
+
+ private:
+  static constexpr int64_t kMostDims = 3;
+
+  const void* memory_;
+  ScalarType dtype_;
+  int64_t dim_, sizes_[kMostDims] = {}, strides_[kMostDims] = {};
+};
+
+struct TransformerArgs {
+  LayerMatrix embedding, head;
+  std::vector<LayerArgs> layers;
+  void* norm;
+  Tensors copies;
+};
+
+// A transformer whose parameters may change between two forwards.
+class BoundTransformer {
+ public:
+  explicit BoundTransformer(const BindInputs& in) : self_(this), in_(in) {}
+
+  const BindInputs& inputs() const { return in_; }
+
+  // Reads the parameters anew if one of them has other memory than before.
+  std::shared_ptr<const TransformerArgs> read() {
+    const std::lock_guard lock(mutex_);
+    if (args_ == nullptr || !args_->copies.empty() || !unchanged()) {
+      args_ = nullptr;
+      states_.clear(), states_.emplace_back(in_.norm);
+      for (const OptionalTensor& t : in_.parameters.tensors) {
+        if (t.has_value()) states_.emplace_back(*t);
+      }
+      args_ = std::make_shared<const TransformerArgs>(read_all());
+    }
+    return args_;
+  }
+
+  // A tensor that owns this object, and the object of such a tensor.
+  static Tensor hold(std::unique_ptr<BoundTransformer> bound) {
+    const int64_t size = sizeof(BoundTransformer), stride = 1;
+    const auto destroy = [](void* object) { delete static_cast<BoundTransformer*>(object); };
+    Tensor holder = torch::stable::from_blob(bound.get(), {&size, 1}, {&stride, 1}, bound->in_.norm.device(),
+                                             ScalarType::Byte, destroy);
+    bound.release();
+    return holder;
+  }
+  static BoundTransformer& of(const Tensor& holder) {
+    PDK_CHECK(holder.numel() == sizeof(BoundTransformer) && holder.element_size() == 1);
+    auto* bound = static_cast<BoundTransformer*>(holder.data_ptr());
+    PDK_CHECK(bound->self_ == bound);  // not a copy of its bytes
+    return *bound;
+  }
+
+ private:
+  bool unchanged() const {
+    size_t at = 0;
+    if (TensorState(in_.norm) != states_[at++]) return false;
+    for (const OptionalTensor& t : in_.parameters.tensors) {
+      if (t.has_value() && TensorState(*t) != states_[at++]) return false;
+    }
+    return true;
+  }
+
+  TransformerArgs read_all() const {
+    PDK_CHECK(in_.norm.dim() == 1 && in_.norm.is_contiguous() && in_.eps >= 0 && in_.layers > 0);
+    std::vector<bool> with_experts(in_.layers);
+    for (const int64_t layer : in_.parameters.mixtures) {
+      PDK_CHECK(layer >= 0 && layer < in_.layers);
+      with_experts[layer] = true;
+    }
+    TransformerArgs args;
+    ParameterReader reader(in_.parameters, in_.routing, in_.norm);
+    args.norm = in_.norm.data_ptr(), args.embedding = reader.embedding(), args.head = reader.head();
+    args.layers.reserve(in_.layers);
+    for (int64_t i = 0; i < in_.layers; ++i) {
+      args.layers.push_back(reader.layer(in_.heads, in_.kv_heads, in_.head_dim, with_experts[i]));
+      PDK_CHECK((args.layers[i].q_norm == nullptr) == (args.layers[0].q_norm == nullptr));
+    }
+    PDK_CHECK(reader.done());
+    args.copies = reader.copies();
+    return args;
+  }
+
+  const BoundTransformer* self_;
+  BindInputs in_;
+  std::mutex mutex_;
+  std::shared_ptr<const TransformerArgs> args_;
+  std::vector<TensorState> states_;
+};
+
+inline std::tuple<Tensor> bind_transformer(const BindInputs& in) {
+  return BoundTransformer::hold(std::make_unique<BoundTransformer>(in));
+}
+
+PDK_IMPL("bind_transformer", bind_transformer)
+
+}  // namespace pdkernels::PDK_DEVICE::bindings
+
+#endif
