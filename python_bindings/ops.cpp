@@ -10,6 +10,7 @@
 #include "log_step.h"
 #include "logit_divergence.h"
 #include "lookup_draft.h"
+#include "next_token.h"
 #include "quantized_linear.h"
 #include "recurrence.h"
 #include "recurrent_state.h"

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "ops/experts.h"
-#include "ops/quantized_linear.h"
 #include "ops/speculative_attention.h"
 #include "ops/transformer_ops.h"
 

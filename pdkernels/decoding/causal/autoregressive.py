@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
+from pdkernels.decoding.steps.next_token import write_next_token_
 from pdkernels.generation.noise import OWN, banned_tokens, latents
-from pdkernels.generation.session import Session, has_no_choice, is_end
+from pdkernels.generation.session import Session
 from pdkernels.models.capabilities import capabilities
 from pdkernels.ops import verify_draft
 
@@ -60,14 +61,7 @@ class AutoregressiveSteps(DraftSteps):
         logits = self.model(entry.draft, cache=self.cache, **self.latents)
         token = self._draw(logits, self.cache.lengths + 1)
         self.cache.commit_(entry.pending)
-        # Rows of a finished sequence are ignored, whatever their logits are.
-        no_choice = has_no_choice(logits, token)[:, 0] & (entry.pending > 0)
-        entry.accepted.fill_(1).masked_fill_(no_choice, -1)
-        self.remaining.sub_(entry.pending).masked_fill_(no_choice, 0)
-        entry.draft.copy_(token.clamp(min=0))
-        if self.ends is not None:
-            self.remaining.masked_fill_(is_end(token[:, 0], self.ends), 0)
-        self._next_length()
+        write_next_token_(entry, self.remaining, logits, token, self.ends)
 
     def _verify(self, width: int, ragged: bool) -> None:
         entry, counts = self.entry, self.entry.pending if ragged else None

@@ -67,6 +67,11 @@ class Entry:
     def __getattr__(self, name: str) -> torch.Tensor:
         raise AttributeError(f"an entry has {', '.join(self._places)}, but not {name}")
 
+    def column(self, name: str) -> int:
+        """The first column of a name in the table."""
+        place = self._places[name]
+        return place.start if isinstance(place, slice) else place
+
     def table_of(self, name: str) -> torch.Tensor:
         """One column, as a table ``(batch, 1)``."""
         place = self._places[name]

@@ -164,13 +164,12 @@ class Seen(NamedTuple):
 
     dictionaries: tuple[dict[str, Any], ...]
     entries: tuple[Any, ...]
-    modules: tuple[nn.Module, ...]
+    layers: tuple[nn.Module, ...]
     classes: tuple[type, ...]
 
     @classmethod
     def of(cls, model: Transformer) -> Seen:
         dictionaries: list[dict[str, Any]] = [model._parameters, model._modules, model.layers._modules]  # type: ignore[attr-defined]
-        modules: list[nn.Module] = [*model.layers]
         for layer in model.layers:
             dictionaries += [vars(layer), layer._parameters, layer._modules]
             dictionaries += [getattr(layer, name) for name in _HOOKS]
@@ -178,9 +177,9 @@ class Seen(NamedTuple):
             for weight in filter(None, owner._modules.values()):
                 if type(weight) is QuantizedWeight:
                     dictionaries.append(weight._buffers)
-                modules.append(weight)
         entries = tuple(entry for dictionary in dictionaries for pair in dictionary.items() for entry in pair)
-        return cls(tuple(dictionaries), entries, tuple(modules), tuple(map(type, modules)))
+        layers = tuple(model.layers)
+        return cls(tuple(dictionaries), entries, layers, tuple(map(type, layers)))
 
 
 class Binding:
