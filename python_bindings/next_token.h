@@ -9,29 +9,43 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-inline void next_token(Tensor& table, Tensor& remaining, const Tensor& logits, const Tensor& tokens,
-                       const OptionalTensor& ends, int64_t draft) {
-  const Launch launch(table);
-  const SameDevice device(table);
-  NextTokenArgs args;
-  args.batch = table.size(0), args.columns = table.size(1), args.draft = draft;
-  device.require(table, ScalarType::Long, {args.batch, args.columns});
-  device.require(remaining, ScalarType::Long, {args.batch});
-  device.require(tokens, ScalarType::Long, {args.batch, 1});
-  device.require(logits);
-  PDK_CHECK(has_shape(logits, {args.batch, 1, -1}) && logits.stride(2) == 1);
-  PDK_CHECK(table.is_contiguous() && remaining.is_contiguous() && tokens.is_contiguous());
-  PDK_CHECK(draft >= 2 && draft < args.columns);
-  args.element = row_element(logits), args.logits = {logits.data_ptr(), logits.stride(0)};
-  args.vocabulary = logits.size(2), args.tokens = data<int64_t>(tokens);
-  args.entries = data<int64_t>(table), args.remaining = data<int64_t>(remaining);
-  args.ends = nullptr, args.end_count = 0;
-  if (ends.has_value()) {
-    device.require(*ends, ScalarType::Long, {-1});
-    PDK_CHECK(ends->is_contiguous());
-    args.ends = data<int64_t>(*ends), args.end_count = ends->size(0);
-  }
+// NextTokenArguments of pdkernels/decoding/steps/next_token.py.
+struct NextTokenInputs {
+  Written table, remaining;
+  OptionalWritten lengths;
+  Tensor logits;
+  OptionalTensor tokens, ends;
+  std::vector<int64_t> suppress;
+  int64_t capacity, draft;
+  auto fields() const { return std::tie(table, remaining, lengths, logits, tokens, ends, suppress, capacity, draft); }
+};
+
+inline std::tuple<> next_token(const NextTokenInputs& in) {
+  const Launch launch(in.table);
+  const SameDevice device(in.table);
+  const auto longs = [&](const Tensor& t, std::initializer_list<int64_t> sizes) {
+    device.require(t, ScalarType::Long, sizes);
+    PDK_CHECK(t.is_contiguous());
+    return data<int64_t>(t);
+  };
+  NextTokenArgs args = {};
+  PDK_CHECK(in.table.dim() == 2 && in.logits.dim() == 3 && in.logits.stride(2) == 1);
+  const int64_t batch = args.batch = in.table.size(0);
+  args.columns = in.table.size(1), args.draft = in.draft;
+  PDK_CHECK(in.draft >= 2 && in.draft < args.columns && in.suppress.size() <= kMaxSuppressed);
+  args.entries = longs(in.table, {batch, args.columns}), args.remaining = longs(in.remaining, {batch});
+  device.require(in.logits, in.logits.scalar_type(), {batch, 1, -1});
+  args.element = row_element(in.logits), args.logits = {in.logits.data_ptr(), in.logits.stride(0)};
+  args.vocabulary = in.logits.size(2);
+  if (in.tokens.has_value()) args.tokens = longs(*in.tokens, {batch, 1});
+  if (in.ends.has_value()) args.ends = longs(*in.ends, {-1}), args.end_count = in.ends->size(0);
+  if (in.lengths.has_value()) args.lengths = longs(*in.lengths, {batch}), args.capacity = in.capacity;
+  args.suppress = in.suppress.data(), args.suppress_count = static_cast<int64_t>(in.suppress.size());
+  for (const int64_t token : in.suppress) PDK_CHECK(token >= 0 && token < args.vocabulary);
+  const Tensor memory = torch::stable::new_empty(in.table, {args.memory_bytes()}, ScalarType::Byte);
+  args.memory = bytes(memory);
   launch(PDK_DEVICE::next_token, args);
+  return {};
 }
 
 PDK_IMPL("next_token_", next_token)

@@ -1,9 +1,9 @@
-// The end of a step with one known token a sequence on the CPU: a few numbers, so one thread.
+// The end of a step with one known token a sequence on the CPU: but for the choice a few numbers, so one thread.
 #include "ops/next_token.h"
 
 #include <algorithm>
 
-#include "fault.h"
+#include "check_rows.h"
 
 namespace pdkernels::cpu {
 namespace {
@@ -26,15 +26,32 @@ bool is_choice(const NextTokenArgs& args, int64_t b, int64_t token) {
   return false;
 }
 
+void check_room(const NextTokenArgs& args) {
+  for (int64_t b = 0; args.lengths != nullptr && b < args.batch; ++b) {
+    const int64_t length = args.lengths[b], room = args.capacity - args.entries[b * args.columns];
+    if (length < 0 || length > room)
+      fail("next_token_", b, "lengths", range(0, room), length, "Make the cache larger.");
+  }
+}
+
 }  // namespace
 
-void next_token(const NextTokenArgs& args) {
+void next_token(const NextTokenArgs& given) {
+  NextTokenArgs args = given;
+  check_room(args);
+  if (args.tokens == nullptr) {
+    MemoryParts parts(args.memory);
+    const NextTokenMemory memory(args, parts);
+    token_statistics(memory.statistics);
+    args.tokens = memory.statistics.ids;
+  }
   for (int64_t b = 0; b < args.batch; ++b) {
     int64_t *entry = args.entries + b * args.columns, &pending = entry[0], &accepted = entry[1];
     const int64_t token = args.tokens[b];
     const bool failed = pending > 0 && !is_choice(args, b, token);
     const bool ended = std::find(args.ends, args.ends + args.end_count, token) != args.ends + args.end_count;
     int64_t& remaining = args.remaining[b];
+    if (args.lengths != nullptr) args.lengths[b] += pending;
     accepted = failed ? -1 : 1;
     remaining = failed || ended ? 0 : remaining - pending;
     entry[args.draft] = std::max<int64_t>(token, 0);

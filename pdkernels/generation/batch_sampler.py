@@ -36,6 +36,11 @@ class BatchSampler:
         """None: the row has no request."""
         self._rows[row], self._groups = sampler, None
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the most probable token of every row."""
+        return all(sampler is None or sampler.greedy for sampler in self._rows)
+
     def of(self, rows: Sequence[int]) -> Sampler | BatchSampler:
         """What draws other rows, each as the row of this number is drawn here."""
         if len(set(self._rows) - {None}) < 2:

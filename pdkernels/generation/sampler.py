@@ -64,6 +64,11 @@ class Sampler(NamedTuple):
         )
 
     @property
+    def greedy(self) -> bool:
+        """Whether it takes the most probable token of every row."""
+        return self.temperature == 0
+
+    @property
     def when_drawing(self) -> Sampler:
         """Itself at a temperature above 0; else without filters, none of which drops the most probable token."""
         return self if self.temperature > 0 else Sampler()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
-from pdkernels.decoding.steps.next_token import write_next_token_
+from pdkernels.decoding.steps.next_token import write_likeliest_, write_next_token_
 from pdkernels.generation.noise import OWN, banned_tokens, latents
 from pdkernels.generation.session import Session
 from pdkernels.models.capabilities import capabilities
@@ -59,9 +59,10 @@ class AutoregressiveSteps(DraftSteps):
         # A finished sequence goes through the model too, but its row is never committed: its cache does not change.
         entry = self.entry
         logits = self.model(entry.draft, cache=self.cache, **self.latents)
-        token = self._draw(logits, self.cache.lengths + 1)
-        self.cache.commit_(entry.pending)
-        write_next_token_(entry, self.remaining, logits, token, self.ends)
+        known = entry, self.remaining, self.cache, logits
+        if self.sampler.greedy and write_likeliest_(*known, self.ends, self.banned):
+            return
+        write_next_token_(*known, self._draw(logits, self.cache.lengths + 1), self.ends)
 
     def _verify(self, width: int, ragged: bool) -> None:
         entry, counts = self.entry, self.entry.pending if ragged else None

@@ -5,45 +5,99 @@ A step of a small model on a CPU takes as long as a hundred of PyTorch's small o
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from pdkernels import _native
+from pdkernels import _native, backends
 from pdkernels._validation import KERNEL_DTYPES
+from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.decoding.steps.entry import Entry
 from pdkernels.generation.session import has_no_choice, is_end
-from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted
+from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 
 OP = "next_token_"
 
-LIBRARY.define(
-    f"{OP}(Tensor(a!) table, Tensor(b!) remaining, Tensor logits, Tensor tokens, Tensor? ends, int draft) -> ()"
-)
+
+class NextTokenArguments(NamedTuple):
+    """The arguments of the op; `NextTokenInputs` in python_bindings/next_token.h."""
+
+    table: Tensor
+    remaining: Tensor
+    lengths: Tensor | None
+    logits: Tensor
+    tokens: Tensor | None
+    """None: the most probable ones but for those of `suppress`."""
+    ends: Tensor | None
+    suppress: list[int]
+    capacity: int
+    draft: int
+    """The column of the next step's token."""
+
+
+LIBRARY.define(f"{OP}({schema_of(NextTokenArguments, mutated=['table', 'remaining', 'lengths'])}) -> ()")
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
 
 
-def write_next_token_(entry: Entry, remaining: Tensor, logits: Tensor, token: Tensor, ends: Tensor | None) -> None:
-    """Makes `token` ``(batch, 1)``, chosen from `logits` ``(batch, 1, V)``, the known one of the next step.
+def write_next_token_(
+    entry: Entry, remaining: Tensor, cache: Any, logits: Tensor, tokens: Tensor, ends: Tensor | None
+) -> None:
+    """Commits the row of each sequence that took part in a step, and makes `tokens` ``(batch, 1)``, chosen from
+    `logits` ``(batch, 1, V)``, the known ones of the next step.
 
-    `pending` of the `entry` is whether a sequence took part in this one. One that ends with its token, or whose logits
-    gave no choice, has nothing `remaining`. Rows of a finished sequence are ignored, whatever their logits are.
+    `pending` of the `entry` is whether a sequence took part. One that ends with its token, or whose logits gave no
+    choice, has nothing `remaining`. Rows of a finished sequence are ignored, whatever their logits are.
     """
-    if _serves(logits):
-        run_counted(_run, (entry.table, remaining, logits, token, ends, entry.column("draft")), _WRITES)
+    if _run_op(entry, remaining, cache, logits, tokens, ends, ()):
         return
-    no_choice = has_no_choice(logits, token)[:, 0] & (entry.pending > 0)
+    cache.commit_(entry.pending)
+    no_choice = has_no_choice(logits, tokens)[:, 0] & (entry.pending > 0)
     entry.accepted.fill_(1).masked_fill_(no_choice, -1)
     remaining.sub_(entry.pending).masked_fill_(no_choice, 0)
-    entry.draft.copy_(token.clamp(min=0))
+    entry.draft.copy_(tokens.clamp(min=0))
     if ends is not None:
-        remaining.masked_fill_(is_end(token[:, 0], ends), 0)
+        remaining.masked_fill_(is_end(tokens[:, 0], ends), 0)
     entry.pending.copy_(remaining.clamp(max=1))
 
 
-def _serves(logits: Tensor) -> bool:
-    """Whether the op takes such logits, and nobody watches or records the ops of a step."""
+def write_likeliest_(
+    entry: Entry, remaining: Tensor, cache: Any, logits: Tensor, ends: Tensor | None, suppress: tuple[int, ...]
+) -> bool:
+    """`write_next_token_` for the most probable tokens other than those of `suppress`, where the op can; else False,
+    and nothing is written."""
+    return _run_op(entry, remaining, cache, logits, None, ends, suppress)
+
+
+def _run_op(
+    entry: Entry,
+    remaining: Tensor,
+    cache: Any,
+    logits: Tensor,
+    tokens: Tensor | None,
+    ends: Tensor | None,
+    suppress: tuple[int, ...],
+) -> bool:
     if type(logits) is not Tensor or logits.device.type != "cpu" or logits.dtype not in KERNEL_DTYPES:
         return False
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state()
-    return not watched and _native.has_native()
+    # Nobody may watch or record the ops of a step.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
+        return False
+    if not _native.has_native() or backends.DEFAULT == "reference":
+        return False
+    own = type(cache) in (ContiguousKVCache, PagedKVCache)
+    lengths = cache.lengths if own else None
+    draft = entry.column("draft")
+    arguments = NextTokenArguments(
+        entry.table, remaining, lengths, logits, tokens, ends, [*suppress], cache.capacity if own else 0, draft
+    )
+    try:
+        if not own:
+            cache.commit_(entry.pending)
+        run_counted(_run, arguments, _WRITES)
+    except RuntimeError:  # nothing is written yet
+        if not own:
+            raise
+        return False
+    return True
