@@ -14,9 +14,11 @@ QUANTIZED_KINDS: list[tuple[str, int]]
 QUANTIZED_FORMATS: list[tuple[str, str, int, int]]
 """Formats of GGUF that stay packed: name, kind of scales, bits of a code, bytes of a group in a file."""
 
+def dictionary_versions(dictionaries: tuple[dict[str, Any], ...]) -> bytes: ...
 def unchanged(
     dictionaries: tuple[dict[str, Any], ...],
     entries: tuple[Any, ...],
+    versions: bytes,
     objects: tuple[Any, ...],
     classes: tuple[type, ...],
 ) -> bool: ...

@@ -4,6 +4,7 @@
 #include "draft_lengths.h"
 #include "feature_cache.h"
 #include "filter_logits.h"
+#include "greedy_steps.h"
 #include "grouped_linear.h"
 #include "kv_cache.h"
 #include "linear.h"

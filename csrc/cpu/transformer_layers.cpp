@@ -3,8 +3,8 @@
 #include "ops/transformer_layers.h"
 
 #include <cstring>
+#include <stdexcept>
 
-#include "fault.h"
 #include "ops/kv_cache.h"
 #include "parallel.h"
 #include "simd/dispatch.h"
@@ -59,7 +59,8 @@ class Layers {
     const LayerMatrix& table = *args_.embedding;
     for_rows([&](int64_t row, int64_t entry, int64_t i) {
       const int64_t id = memory_.ids[row] = args_.ids.load(entry, i);
-      if (id < 0 || id >= table.outputs) fail("transformer_layers_", "id " + std::to_string(id) + " has no row");
+      // The caller looks for the reason, as for every argument that does not fit.
+      if (id < 0 || id >= table.outputs) throw std::runtime_error("pdkernels: an id has no row in the embedding");
     });
     std::visit([&](const auto& matrix) { look_up(matrix); }, table.args);
   }

@@ -215,7 +215,9 @@ def counts_writes(op: torch._ops.OpOverload) -> tuple[int, ...]:
 
 def _count(arguments: Sequence[Any], writes: Sequence[int]) -> None:
     """Tensors from inference mode have no version, and autograd cannot save them."""
-    torch.autograd.graph.increment_version(_tensors(arguments, writes))
+    versioned = [tensor for tensor in _tensors(arguments, writes) if not tensor.is_inference()]
+    if versioned:
+        torch.autograd.graph.increment_version(versioned)
 
 
 def _tensors(arguments: Sequence[Any], at: Sequence[int]) -> list[Tensor]:

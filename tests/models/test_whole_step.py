@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +23,7 @@ from pdkernels import _native, backends
 from pdkernels.decoding import generate
 from pdkernels.masks import TilePlan
 from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling
-from pdkernels.models.architectures import whole_step
+from pdkernels.models.architectures import greedy_steps, whole_step
 from pdkernels.models.architectures.layer import Layer
 from pdkernels.models.architectures.windows import Window
 from pdkernels.ops.quantize import quantize
@@ -42,14 +44,20 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counted, op = [], whole_step._run
+    counted, op, steps = [], whole_step._run, greedy_steps._run
 
     def run(*arguments: Any) -> Any:
         found = op(*arguments)
         counted.append(1)
         return found
 
+    def run_steps(*arguments: Any) -> Any:
+        entries = steps(*arguments)
+        counted.extend([1] * len(entries))
+        return entries
+
     monkeypatch.setattr(whole_step, "_run", run)
+    monkeypatch.setattr(greedy_steps, "_run", run_steps)
     return counted
 
 
@@ -257,38 +265,162 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
         decode(model)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parameters_may_change_in_every_way(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, runs: list[int]
-) -> None:
-    """The op keeps nothing of a model between two calls."""
-    model = a_model(CONFIG, dtype)
+def in_place(model: Transformer) -> None:
+    model.layers[1].qkv.mul_(2)
+
+
+def of_a_norm(model: Transformer) -> None:
+    model.norm.neg_()
+
+
+def replaced(model: Transformer) -> None:
     layer = model.layers[1]
+    layer.down = torch.nn.Parameter(-layer.down, requires_grad=False)
 
-    def in_place() -> None:
-        layer.qkv.mul_(2)
 
-    def replaced() -> None:
-        layer.down = torch.nn.Parameter(-layer.down, requires_grad=False)
+def replaced_in_the_dictionary(model: Transformer) -> None:
+    """As `torch.func.functional_call` does."""
+    layer = model.layers[1]
+    layer._parameters["down"] = torch.nn.Parameter(-layer.down, requires_grad=False)
 
-    def other_memory() -> None:
-        layer.gate_up.data = layer.gate_up.data.flip(0).contiguous()
 
-    def loaded() -> None:
-        other = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
-        model.load_state_dict(other, assign=True)
+def replaced_norm(model: Transformer) -> None:
+    model.norm = torch.nn.Parameter(-model.norm, requires_grad=False)
 
-    def converted() -> None:
-        model.to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
 
-    before = decode(model)
-    for change in (in_place, replaced, other_memory, loaded, converted):
-        change()
-        model.requires_grad_(False)
+def replaced_embedding(model: Transformer) -> None:
+    model.embedding = torch.nn.Parameter(model.embedding.flip(0).contiguous(), requires_grad=False)
+
+
+def other_memory(model: Transformer) -> None:
+    layer = model.layers[1]
+    layer.gate_up.data = layer.gate_up.data.flip(0).contiguous()
+
+
+def other_sizes_at_the_same_memory(model: Transformer) -> None:
+    layer = model.layers[1]
+    inner = layer.down.shape[1] // 2
+    layer.gate_up.data, layer.down.data = layer.gate_up.data[: 2 * inner], layer.down.data[:, :inner].contiguous()
+
+
+def swapped_layers(model: Transformer) -> None:
+    modules: Any = model.layers
+    modules[0], modules[1] = modules[1], modules[0]
+
+
+def removed_norms(model: Transformer) -> None:
+    for layer in model.layers:
+        layer.q_norm = layer.k_norm = None
+
+
+def quantised(model: Transformer) -> None:
+    quantise_(model, ["int8"])
+
+
+def loaded(model: Transformer) -> None:
+    model.load_state_dict({name: tensor * 1.5 for name, tensor in model.state_dict().items()})
+
+
+def assigned(model: Transformer) -> None:
+    state = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def converted(model: Transformer) -> None:
+    model.to(torch.float32 if model.dtype == torch.bfloat16 else torch.bfloat16)
+
+
+CHANGES = [
+    *(in_place, of_a_norm, replaced, replaced_in_the_dictionary, replaced_norm, replaced_embedding, other_memory),
+    *(other_sizes_at_the_same_memory, swapped_layers, removed_norms, quantised, loaded, assigned, converted),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_parameters_may_change_in_every_way(
+    dtype: torch.dtype, change: Callable[[Transformer], None], monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    """The next forward sees it, and so does the next step of a generation."""
+    model = a_model(replace(CONFIG, qk_norm=True), dtype)
+    for layer in model.layers:  # or the layers would give nearly the same in any order
+        layer.qkv.mul_(5)
+    before, text = decode(model), generate(model, [3, 1, 4], max_new_tokens=12).tokens
+    count = len(runs)
+    change(model)
+    model.requires_grad_(False)
+    found, next_text = both(
+        monkeypatch, lambda: [decode(model), generate(model, [3, 1, 4], max_new_tokens=12).tokens]
+    )
+    assert not torch.equal(found.float(), before.float())
+    assert len(next_text) == len(text) and len(runs) > count + 5
+
+
+def test_quantised_bytes_may_be_replaced(monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
+    model = a_model(CONFIG, torch.float32)
+    quantise_(model, ["int8"])
+    before, weight = decode(model), model.layers[0].qkv
+    assert isinstance(weight, QuantizedWeight)
+    for change in (lambda part: weight.register_buffer("part0", part), lambda part: setattr(weight.part0, "data", part)):
+        change(quantize(torch.randn(len(weight) // 2, weight.width), "int8").data[0])
         found = both(monkeypatch, lambda: [decode(model)])[0]
-        assert not torch.equal(found.float(), before.float())
+        assert not torch.equal(found, before)
         before = found
-    assert len(runs) == 6
+    assert len(runs) == 3
+
+
+def test_a_model_that_moves_leaves_nothing_behind() -> None:
+    model = a_model(CONFIG, torch.float32)
+    quantise_(model, ["int8"])
+    decode(model)
+    bytes_before = weakref.ref(model.layers[0].qkv.data[0])
+    model._apply(lambda tensor: tensor.clone())
+    assert bytes_before() is None
+
+
+def test_a_model_is_freed_at_once() -> None:
+    model = a_model(CONFIG, torch.float32)
+    decode(model)
+    parameter, bound = weakref.ref(model.layers[0].down), weakref.ref(model.binding.of(model))
+    gc.disable()
+    try:
+        del model
+        assert parameter() is None and bound() is None
+    finally:
+        gc.enable()
+
+
+def test_a_copy_of_what_is_bound_is_refused() -> None:
+    model = a_model(CONFIG, torch.float32)
+    decode(model)
+    model.binding._kept = model.binding._kept[0], model.binding._kept[1].clone()
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layer, "_mlp", lambda layer, x, own=Layer._mlp: (runs.append(1), own(layer, x))[1])
+        decode(model)
+    assert len(runs) == CONFIG.layers
+
+
+def test_the_full_comparison_without_versions_of_dictionaries(
+    monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    monkeypatch.setattr(whole_step, "dictionary_versions", lambda dictionaries: b"")
+    model = a_model(CONFIG, torch.float32)
+    before = decode(model)
+    bound = model.binding.of(model)
+    assert torch.equal(decode(model), before) and model.binding.of(model) is bound
+    for change in (replaced, replaced_in_the_dictionary, swapped_layers):
+        change(model)
+        assert model.binding.of(model) is not bound
+        bound = model.binding.of(model)
+
+
+def test_ids_that_have_no_row_are_named(runs: list[int]) -> None:
+    for model in (a_model(CONFIG, torch.float32), a_model(CONFIG, torch.bfloat16)):
+        cache, wrong = model.new_cache(1, 8), torch.tensor([[1, CONFIG.vocab_size]])
+        with pytest.raises(ValueError, match=rf"Transformer: tokens must hold ids in \[0, {CONFIG.vocab_size}\)"):
+            model(wrong, cache=cache)
+        assert not runs and not cache.k.any()
 
 
 @pytest.mark.parametrize("where", ["layer", "all modules", "instance", "subclass", "method"])
@@ -319,10 +451,37 @@ def test_changed_layers_run(where: str, runs: list[int]) -> None:
         layer._mlp = lambda x: (hook(), normed(x))[1]
     decode(model)
     assert seen and not runs
+    del seen[:]
+    generate(model, [1, 2], max_new_tokens=4)
+    assert len(seen) >= 4 and not runs
     if handle is not None:
         handle.remove()
         decode(model)
         assert len(runs) == 1
+
+
+@pytest.mark.parametrize("where", ["forward", "logits", "hook", "pre-hook", "class"])
+def test_what_watches_the_model_is_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step of a generation."""
+    model, seen = a_model(CONFIG, torch.float32), []
+    expected = generate(model, [3, 1, 4], max_new_tokens=6).tokens
+    watched: Any = model
+
+    def hook(*arguments: Any) -> None:
+        seen.append(1)
+
+    if where == "hook":
+        watched.register_forward_hook(hook)
+    elif where == "pre-hook":
+        watched.register_forward_pre_hook(hook)
+    elif where == "class":
+        own_forward = Transformer.forward
+        monkeypatch.setattr(Transformer, "forward", lambda *a, **options: (hook(), own_forward(*a, **options))[1])
+    else:
+        own = getattr(watched, where)
+        setattr(watched, where, lambda *a, **options: (hook(), own(*a, **options))[1])
+    found = generate(model, [3, 1, 4], max_new_tokens=6).tokens
+    assert torch.equal(found, expected) and len(seen) == 6
 
 
 def test_adapted_rows(runs: list[int]) -> None:

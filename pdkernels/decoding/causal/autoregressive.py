@@ -5,7 +5,7 @@ Tokens that a grammar leaves no choice about share a forward: they are drafted w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from pdkernels.decoding.steps import DraftSteps, Rows, decoder
 from pdkernels.decoding.steps.next_token import write_likeliest_, write_next_token_
 from pdkernels.generation.noise import OWN, banned_tokens, latents
 from pdkernels.generation.session import Session
+from pdkernels.models.architectures.greedy_steps import GreedySteps, greedy_steps
 from pdkernels.models.capabilities import capabilities
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.autoregressive"
 
+_UNWATCHED = 8  # steps at a time that nobody waits for
 _FORCED = 16  # tokens of a forward, the known one included, if a grammar forces the others
 
 
@@ -37,6 +39,10 @@ class AutoregressiveSteps(DraftSteps):
         columns: dict[str, Any] = {"draft": slots} | ({"predictions": slots} if slots > 1 else {})
         self.allocate(session, slots, page_size, **columns)
         self.latents = latents(self.model, self.seeds)
+        self.greedy: GreedySteps | None = None
+        if slots == 1:
+            places = self.entry.table, self.entry.column("draft"), self.remaining, self.ends, self.banned
+            self.greedy = greedy_steps(self.model, self.cache, *places)
 
     @classmethod
     def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
@@ -56,6 +62,8 @@ class AutoregressiveSteps(DraftSteps):
         if self.slots > 1:
             self._verify(width or self.slots, ragged)
             return
+        if self.greedy is not None and self.sampler.greedy and self.greedy.run(1) is not None:
+            return
         # A finished sequence goes through the model too, but its row is never committed: its cache does not change.
         entry = self.entry
         logits = self.model(entry.draft, cache=self.cache, **self.latents)
@@ -63,6 +71,14 @@ class AutoregressiveSteps(DraftSteps):
         if self.sampler.greedy and write_likeliest_(*known, self.ends, self.banned):
             return
         write_next_token_(*known, self._draw(logits, self.cache.lengths + 1), self.ends)
+
+    def rounds(self, session: Session, rows: Rows, replays: Sequence[Callable[[], None]] = ()) -> list[Rows]:
+        watched = replays or session.listens or session.stops.any
+        if self.greedy is not None and self.sampler.greedy and not watched:
+            entries = self.greedy.run(_UNWATCHED)
+            if entries is not None:
+                return [self.entry.rows(values) for values in entries]
+        return super().rounds(session, rows, replays)
 
     def _verify(self, width: int, ragged: bool) -> None:
         entry, counts = self.entry, self.entry.pending if ragged else None

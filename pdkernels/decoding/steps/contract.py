@@ -167,6 +167,11 @@ class Steps(ABC):
         """Drafts what the grammars of a session leave no choice about; returns the entry after that."""
         return rows
 
+    def rounds(self, session: Session, rows: Rows, replays: Sequence[Callable[[], None]] = ()) -> list[Rows]:
+        """Runs one round, or several, and returns the entry after each. `rows` is the last one, in which something is
+        pending; `replays`: see `run`."""
+        return [next_entry(self, rows, replays)]
+
     def recorded(self, session: Session, log: list[list[list[int]]]) -> int:
         """Records a whole generation from the log of its entries, and returns the forwards its sequences took part
         in."""
@@ -225,8 +230,9 @@ def run(steps: Steps, session: Session, replays: Sequence[Callable[[], None]] = 
     rows = steps.halt(session, rows)
     while any(row.pending for row in rows):
         rows = steps.forced(session, rows)
-        before, rows = rows, next_entry(steps, rows, replays)
-        refuse_no_choice(session, [rows])
-        taken_part += steps.stepped(session, before, rows)
+        for after in steps.rounds(session, rows, replays):
+            before, rows = rows, after
+            refuse_no_choice(session, [rows])
+            taken_part += steps.stepped(session, before, rows)
         rows = steps.halt(session, rows)
     return taken_part

@@ -96,7 +96,7 @@ def _run_op(
         if not own:
             cache.commit_(entry.pending)
         run_counted(_run, arguments, _WRITES)
-    except RuntimeError:  # nothing is written yet
+    except (RuntimeError, ValueError):  # nothing is written yet
         if not own:
             raise
         return False

@@ -51,7 +51,7 @@ __all__ = ["Transformer", "TransformerConfig", "select_rows"]
 
 
 # What an instance may have replaced.
-_PARTS = {"hidden", "embed", "logits", "_forward", "_look_up", "_rope", "_run", "_run_layers"}
+_PARTS = ("forward", "hidden", "embed", "logits", "_forward", "_look_up", "_rope", "_run", "_run_layers")
 
 
 class Transformer(nn.Module):
@@ -263,6 +263,14 @@ class Transformer(nn.Module):
             if whole is not None:
                 return whole[0]
         return self._forward(tokens, cache, counts, positions, mask, adapted, {})
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call is a forward of this class, and nothing else."""
+        if type(self) is not Transformer or not vars(self).keys().isdisjoint({*_PARTS, "_compiled_call_impl"}):
+            return False
+        same_class = _OWN_PARTS == [vars(Transformer)[name] for name in _PARTS]
+        return same_class and not (self._forward_hooks or self._forward_pre_hooks)
 
     def _whole(
         self,
@@ -659,6 +667,9 @@ class Transformer(nn.Module):
             expectation = f"lie in [-length, {limit} - length) with a cache"
             check(low >= 0 and high < limit, "Transformer", "positions", expectation, actual, remedy)
         return visibility, self._rotation(table, positions)
+
+
+_OWN_PARTS = [vars(Transformer)[name] for name in _PARTS]
 
 
 def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module
 
 from pdkernels._attention import PlanArguments
-from pdkernels._host import unchanged
+from pdkernels._host import dictionary_versions, unchanged
 from pdkernels._structures import flat
 from pdkernels._validation import refuse
 from pdkernels.backends import resolve
@@ -164,6 +164,7 @@ class Seen(NamedTuple):
 
     dictionaries: tuple[dict[str, Any], ...]
     entries: tuple[Any, ...]
+    versions: bytes
     layers: tuple[nn.Module, ...]
     classes: tuple[type, ...]
 
@@ -178,8 +179,8 @@ class Seen(NamedTuple):
                 if type(weight) is QuantizedWeight:
                     dictionaries.append(weight._buffers)
         entries = tuple(entry for dictionary in dictionaries for pair in dictionary.items() for entry in pair)
-        layers = tuple(model.layers)
-        return cls(tuple(dictionaries), entries, layers, tuple(map(type, layers)))
+        looked_at, layers = tuple(dictionaries), tuple(model.layers)
+        return cls(looked_at, entries, dictionary_versions(looked_at), layers, tuple(map(type, layers)))
 
 
 class Binding:
@@ -254,7 +255,7 @@ def run_layers(model: Transformer, x: Tensor, rows: NewRows, first: int, end: in
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
     if cache is None or not isinstance(plan, TilePlan) or rotation.positions is None or not x.is_floating_point():
         return None
-    if not fused.enabled(x) or not _serves(x, cache, rotation):
+    if not fused.enabled(x) or not serves(x, cache, rotation):
         return None
     found = _results(
         model,
@@ -287,7 +288,7 @@ def run_forward(
     if plan is None or not fused.enabled(model.norm):
         return None
     table = model._rope(cache.capacity + rows)
-    if not _serves(tokens, cache, table):
+    if not serves(tokens, cache, table):
         return None
     check_mask("Transformer", mask, batch, rows, tokens.device)
     return _results(model, tokens, (0, config.layers, with_logits), cache, (counts, None), table, [], plan)
@@ -317,7 +318,7 @@ def _results(
     return results
 
 
-def _serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:
+def serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:
     """Whether the op computes such rows, and nobody watches, changes or records the ops of a layer."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
         return False
