@@ -6,6 +6,8 @@
 
 #ifndef PDKERNELS_DEVICE_CUDA
 
+#include "ops/greedy_steps.h"
+
 namespace pdkernels::PDK_DEVICE::bindings {
 
 // GreedyArguments of pdkernels/models/architectures/greedy_steps.py: of `transformer_layers_` and `next_token_`.
@@ -26,32 +28,39 @@ struct GreedyInputs {
 
 // The table after each step. There are fewer than asked for if nothing is pending any more.
 inline std::tuple<Tensor> greedy_steps(const GreedyInputs& in) {
-  PDK_CHECK(in.table.dim() == 2 && in.table.is_contiguous() && in.table.scalar_type() == ScalarType::Long);
-  PDK_CHECK(in.steps > 0 && in.draft >= 2 && in.draft < in.table.size(1));
-  const int64_t layers = in.k_cache.dim() > 0 ? in.k_cache.size(0) : 0, batch = in.table.size(0);
-  const int64_t columns = in.table.size(1), size = batch * columns;
-  Tensor table = in.table;
+  const Launch launch(in.table);
+  PDK_CHECK(in.table.dim() == 2 && in.draft >= 2 && in.draft < in.table.size(1) && in.steps > 0);
+  PDK_CHECK(in.k_cache.dim() == 5);
+  Tensor table = in.table, memory;
   const Tensor ids = torch::stable::narrow(table, 1, in.draft, 1);
-  const LayersInputs forward{in.bound,       ids, 0,      layers, true, in.k_cache, in.v_cache, in.lengths, {}, {},
-                             in.block_table, 1,   in.cos, in.sin, {},   {},         in.plan};
-  const auto any_pending = [&] {
-    bool any = false;
-    for (int64_t b = 0; b < batch; ++b) any = any || data<int64_t>(in.table)[b * columns] > 0;
-    return any;
-  };
-  std::vector<int64_t> log;
+  const PreparedLayers layers(LayersInputs{in.bound,
+                                           ids,
+                                           0,
+                                           in.k_cache.size(0),
+                                           true,
+                                           in.k_cache,
+                                           in.v_cache,
+                                           in.lengths,
+                                           {},
+                                           {},
+                                           in.block_table,
+                                           1,
+                                           in.cos,
+                                           in.sin,
+                                           {},
+                                           {},
+                                           in.plan});
+  OptionalWritten lengths;
+  lengths.emplace(in.lengths);
+  GreedyStepsArgs args;
+  args.layers = layers.args;
+  args.next = unpack_next_token(
+      {in.table, in.remaining, lengths, layers.logits, {}, in.ends, in.suppress, in.capacity, in.draft}, memory);
+  Tensor log = torch::stable::new_empty(table, {in.steps, table.size(0), table.size(1)});
   int64_t done = 0;
-  for (; done < in.steps && (done == 0 || any_pending()); ++done) {
-    const Tensor logits = std::get<1>(transformer_layers(forward));
-    OptionalWritten lengths;
-    lengths.emplace(in.lengths);
-    next_token({in.table, in.remaining, lengths, logits, {}, in.ends, in.suppress, in.capacity, in.draft});
-    const int64_t* entries = data<int64_t>(table);
-    log.insert(log.end(), entries, entries + size);
-  }
-  Tensor entries = torch::stable::new_empty(in.table, {done, batch, columns});
-  std::copy(log.begin(), log.end(), data<int64_t>(entries));
-  return {entries};
+  args.steps = in.steps, args.log = data<int64_t>(log), args.done = &done;
+  launch(PDK_DEVICE::greedy_steps, args);
+  return {torch::stable::narrow(log, 0, 0, done)};
 }
 
 PDK_IMPL("greedy_steps_", greedy_steps)

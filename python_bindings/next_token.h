@@ -20,8 +20,8 @@ struct NextTokenInputs {
   auto fields() const { return std::tie(table, remaining, lengths, logits, tokens, ends, suppress, capacity, draft); }
 };
 
-inline std::tuple<> next_token(const NextTokenInputs& in) {
-  const Launch launch(in.table);
+// The arguments of the kernel; `memory` is what they point to.
+inline NextTokenArgs unpack_next_token(const NextTokenInputs& in, Tensor& memory) {
   const SameDevice device(in.table);
   const auto longs = [&](const Tensor& t, std::initializer_list<int64_t> sizes) {
     device.require(t, ScalarType::Long, sizes);
@@ -42,9 +42,15 @@ inline std::tuple<> next_token(const NextTokenInputs& in) {
   if (in.lengths.has_value()) args.lengths = longs(*in.lengths, {batch}), args.capacity = in.capacity;
   args.suppress = in.suppress.data(), args.suppress_count = static_cast<int64_t>(in.suppress.size());
   for (const int64_t token : in.suppress) PDK_CHECK(token >= 0 && token < args.vocabulary);
-  const Tensor memory = torch::stable::new_empty(in.table, {args.memory_bytes()}, ScalarType::Byte);
+  memory = torch::stable::new_empty(in.table, {args.memory_bytes()}, ScalarType::Byte);
   args.memory = bytes(memory);
-  launch(PDK_DEVICE::next_token, args);
+  return args;
+}
+
+inline std::tuple<> next_token(const NextTokenInputs& in) {
+  const Launch launch(in.table);
+  Tensor memory;
+  launch(PDK_DEVICE::next_token, unpack_next_token(in, memory));
   return {};
 }
 

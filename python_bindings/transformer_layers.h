@@ -2,8 +2,8 @@
 #pragma once
 
 #include "attention.h"
+#include "bound_transformer.h"
 #include "transformer_ops.h"
-#include "transformer_parameters.h"
 
 #ifndef PDKERNELS_DEVICE_CUDA
 
@@ -71,45 +71,59 @@ inline std::vector<IndexView> unpack_starts(const LayersInputs& in, const Specul
   return starts;
 }
 
+// The arguments of the kernel, and what they point to.
+struct PreparedLayers {
+  std::shared_ptr<const TransformerArgs> parameters;
+  TorchRouterFunctions functions;
+  std::vector<IndexView> starts;
+  Tensor out, logits, memory;
+  TransformerLayersArgs args;
+
+  explicit PreparedLayers(const LayersInputs& in) : PreparedLayers(in, BoundTransformer::of(in.bound)) {}
+  PreparedLayers(const PreparedLayers&) = delete;
+
+ private:
+  PreparedLayers(const LayersInputs& in, BoundTransformer& bound)
+      : parameters(bound.read()), functions(bound.inputs().norm) {
+    const BindInputs& given = bound.inputs();
+    const SameDevice device(given.norm);
+    PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5 && in.lengths.dim() == 1 && in.x.numel() > 0);
+    PDK_CHECK(in.k_cache.size(0) == given.layers && in.v_cache.size(0) == given.layers);
+    PDK_CHECK(in.first >= 0 && in.first < in.end && in.end <= given.layers);
+    args.layers = parameters->layers.data() + in.first, args.layer_count = in.end - in.first;
+    args.width = given.norm.size(0), args.eps = static_cast<float>(given.eps), args.norm = parameters->norm;
+    args.router_functions = &functions;
+    unpack_attention(in, given, args);
+    const int64_t entries = in.x.size(0), rows = in.x.size(1);
+    args.embedding = in.x.dim() == 2 ? &parameters->embedding : nullptr;
+    if (args.embedding != nullptr) {
+      args.ids = index_table(device, in.x, entries, rows);
+    } else {
+      device.require(in.x, given.norm.scalar_type(), {entries, rows, args.width});
+      PDK_CHECK(in.x.is_contiguous());
+      args.x = {in.x.data_ptr(), args.width};
+    }
+    PDK_CHECK(in.starts.empty() || static_cast<int64_t>(in.starts.size()) == args.layer_count);
+    starts = unpack_starts(in, args.attention);
+    args.starts = starts.empty() ? nullptr : starts.data();
+    out = torch::stable::new_empty(given.norm, {entries, rows, args.width});
+    args.out = {out.data_ptr(), args.width};
+    args.head = in.with_logits ? &parameters->head : nullptr;
+    std::vector<int64_t> shape{0};
+    if (in.with_logits) shape = {entries, rows, args.head->outputs};
+    logits = torch::stable::new_empty(given.norm, shape);
+    args.logits = logits.data_ptr();
+    memory = torch::stable::new_empty(given.norm, {args.memory_bytes()}, ScalarType::Byte);
+    args.memory = bytes(memory);
+  }
+};
+
 // The rows after the last layer, and their logits.
 inline std::tuple<Tensor, Tensor> transformer_layers(const LayersInputs& in) {
-  BoundTransformer& bound = BoundTransformer::of(in.bound);
-  const BindInputs& given = bound.inputs();
-  PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5 && in.lengths.dim() == 1 && in.x.numel() > 0);
-  PDK_CHECK(in.k_cache.size(0) == given.layers && in.v_cache.size(0) == given.layers);
-  PDK_CHECK(in.first >= 0 && in.first < in.end && in.end <= given.layers);
   const Launch launch(in.x);
-  const std::shared_ptr<const TransformerArgs> parameters = bound.read();
-  const SameDevice device(given.norm);
-  TransformerLayersArgs args;
-  args.layers = parameters->layers.data() + in.first, args.layer_count = in.end - in.first;
-  args.width = given.norm.size(0), args.eps = static_cast<float>(given.eps), args.norm = parameters->norm;
-  unpack_attention(in, given, args);
-  const int64_t entries = in.x.size(0), rows = in.x.size(1);
-  args.embedding = in.x.dim() == 2 ? &parameters->embedding : nullptr;
-  if (args.embedding != nullptr) {
-    args.ids = index_table(device, in.x, entries, rows);
-  } else {
-    device.require(in.x, given.norm.scalar_type(), {entries, rows, args.width});
-    PDK_CHECK(in.x.is_contiguous());
-    args.x = {in.x.data_ptr(), args.width};
-  }
-  PDK_CHECK(in.starts.empty() || static_cast<int64_t>(in.starts.size()) == args.layer_count);
-  const std::vector<IndexView> starts = unpack_starts(in, args.attention);
-  args.starts = starts.empty() ? nullptr : starts.data();
-  TorchRouterFunctions functions(given.norm);
-  args.router_functions = &functions;
-  Tensor out = torch::stable::new_empty(given.norm, {entries, rows, args.width});
-  args.out = {out.data_ptr(), args.width};
-  args.head = in.with_logits ? &parameters->head : nullptr;
-  std::vector<int64_t> shape{0};
-  if (in.with_logits) shape = {entries, rows, args.head->outputs};
-  Tensor logits = torch::stable::new_empty(given.norm, shape);
-  args.logits = logits.data_ptr();
-  const Tensor memory = torch::stable::new_empty(given.norm, {args.memory_bytes()}, ScalarType::Byte);
-  args.memory = bytes(memory);
-  launch(PDK_DEVICE::transformer_layers, args);
-  return {out, logits};
+  const PreparedLayers prepared(in);
+  launch(PDK_DEVICE::transformer_layers, prepared.args);
+  return {prepared.out, prepared.logits};
 }
 
 PDK_IMPL("transformer_layers_", transformer_layers)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pdkernels import _native
-from pdkernels.models.architectures import whole_step
+from pdkernels.decoding.steps import next_token
+from pdkernels.models.architectures import greedy_steps, whole_step
 from pdkernels.ops.library import NAMESPACE, OPS
 
 BINDINGS = Path(__file__).resolve().parent.parent / "python_bindings"
@@ -17,6 +18,8 @@ BINDINGS = Path(__file__).resolve().parent.parent / "python_bindings"
 HEADERS = {path.name: path.read_text() for path in sorted(BINDINGS.glob("[!h]*.h"))}
 SOURCE = "\n".join(HEADERS.values())
 LONGEST = 260
+# Ops that serve models and decoders alone, on the CPU.
+INTERNAL = {whole_step.OP, whole_step.BIND, greedy_steps.OP, next_token.OP}
 IMPLEMENTED = dict(re.findall(r'^PDK_IMPL\("(\w+)", (\w+)\)', SOURCE, re.MULTILINE))
 
 # What reads, writes or copies the elements of a tensor, and what runs a loop over them.
@@ -102,8 +105,8 @@ STRUCTURED = structured()
 
 
 def test_every_binding_is_an_op_of_the_package() -> None:
-    assert set(IMPLEMENTED) == {name for name, spec in OPS.items() if not spec.composed} | {whole_step.OP}
-    assert {whole_step.OP, "speculative_attention_append_", "gated_delta_", "token_statistics"} <= STRUCTURED.keys()
+    assert set(IMPLEMENTED) == {name for name, spec in OPS.items() if not spec.composed} | INTERNAL
+    assert {*INTERNAL, "speculative_attention_append_", "gated_delta_", "token_statistics"} <= STRUCTURED.keys()
 
 
 def in_schema(op: str) -> list[tuple[str, str]]:
@@ -122,14 +125,14 @@ def test_a_binding_takes_the_fields_of_the_schema(op: str) -> None:
     ("before", "after"),
     [
         ("counts, cu_seqlens, block_table, longest", "counts, block_table, cu_seqlens, longest"),
-        ("bool normalized, by_sigmoid;", "bool by_sigmoid, normalized, unused;"),
-        ("double scale, eps;", "int64_t scale, eps;"),
-        ("Written k_cache, v_cache;  // all layers", "Tensor k_cache, v_cache;"),
-        ("interleaved, plan, scale", "interleaved, scale, plan"),
+        ("int64_t first, end;  // layers", "int64_t end, first, unused;"),
+        ("Tensor cos, sin;\n  OptionalTensor positions;", "int64_t cos, sin;\n  OptionalTensor positions;"),
+        ("Written k_cache, v_cache;  // of all layers", "Tensor k_cache, v_cache;"),
+        ("positions, starts, plan", "positions, plan, starts"),
     ],
 )
 def test_another_order_or_kind_is_noticed(before: str, after: str) -> None:
     assert before in SOURCE
     changed = SOURCE.replace(before, after)
-    same = before.startswith("bool")  # the order of declarations does not matter
+    same = before.startswith("int64_t first")  # the order of declarations does not matter
     assert (fields("LayersInputs", "", changed) == in_schema(whole_step.OP)) == same

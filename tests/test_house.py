@@ -35,6 +35,8 @@ COMPOSED_FAMILIES = {family for family in FAMILIES if ops_of(family) and all(OPS
 INTERNAL_FAMILIES = {
     "transformer_layers": "tests/models/test_whole_step.py",
     "experts": "tests/models/test_whole_step_experts.py",
+    "greedy_steps": "tests/models/test_whole_step.py",
+    "next_token": "tests/decoding/test_next_token.py",
 }
 
 SOURCES = sorted(
@@ -347,6 +349,8 @@ def test_op_headers_do_not_depend_on_one_another() -> None:
     }
     assert {name: included for name, included in found.items() if included} == {
         "experts": {"grouped_linear"},
+        "greedy_steps": {"next_token", "transformer_layers"},
+        "next_token": {"token_statistics"},
         "grouped_linear": {"linear", "quantized_linear"},
         "transformer_layers": {"experts", "speculative_attention", "transformer_ops"},
         "speculative_attention": {"block_sparse_attention"},

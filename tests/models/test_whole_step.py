@@ -349,9 +349,7 @@ def test_parameters_may_change_in_every_way(
     count = len(runs)
     change(model)
     model.requires_grad_(False)
-    found, next_text = both(
-        monkeypatch, lambda: [decode(model), generate(model, [3, 1, 4], max_new_tokens=12).tokens]
-    )
+    found, next_text = both(monkeypatch, lambda: [decode(model), generate(model, [3, 1, 4], max_new_tokens=12).tokens])
     assert not torch.equal(found.float(), before.float())
     assert len(next_text) == len(text) and len(runs) > count + 5
 
@@ -361,7 +359,10 @@ def test_quantised_bytes_may_be_replaced(monkeypatch: pytest.MonkeyPatch, runs: 
     quantise_(model, ["int8"])
     before, weight = decode(model), model.layers[0].qkv
     assert isinstance(weight, QuantizedWeight)
-    for change in (lambda part: weight.register_buffer("part0", part), lambda part: setattr(weight.part0, "data", part)):
+    for change in (
+        lambda part: weight.register_buffer("part0", part),
+        lambda part: setattr(weight.part0, "data", part),
+    ):
         change(quantize(torch.randn(len(weight) // 2, weight.width), "int8").data[0])
         found = both(monkeypatch, lambda: [decode(model)])[0]
         assert not torch.equal(found, before)
@@ -401,9 +402,7 @@ def test_a_copy_of_what_is_bound_is_refused() -> None:
     assert len(runs) == CONFIG.layers
 
 
-def test_the_full_comparison_without_versions_of_dictionaries(
-    monkeypatch: pytest.MonkeyPatch, runs: list[int]
-) -> None:
+def test_the_full_comparison_without_versions_of_dictionaries(monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
     monkeypatch.setattr(whole_step, "dictionary_versions", lambda dictionaries: b"")
     model = a_model(CONFIG, torch.float32)
     before = decode(model)

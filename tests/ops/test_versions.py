@@ -11,7 +11,8 @@ from torch import Tensor
 
 import pdkernels as pd
 from pdkernels import _native
-from pdkernels.models.architectures import whole_step
+from pdkernels.decoding.steps import next_token
+from pdkernels.models.architectures import greedy_steps, whole_step
 from pdkernels.ops.library import NAMESPACE, OPS
 from tests.models.test_row_invariance import CONFIG, a_model
 from tests.ops.examples import example, floats_of, raw_arguments, run
@@ -157,7 +158,7 @@ def test_every_op_that_writes_counts() -> None:
     names = {
         name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NAMESPACE}::")
     }
-    assert {whole_step.OP, *OPS} <= names
+    assert {whole_step.OP, greedy_steps.OP, next_token.OP, *OPS} <= names
     for name in names:
         is_writer = getattr(getattr(torch.ops, NAMESPACE), name).default._schema.is_mutable
         counts = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "ADInplaceOrView")
