@@ -131,7 +131,8 @@ def test_packing_refuses_what_does_not_fit() -> None:
 def test_every_level_has_the_bits_of_the_formula(level_ops: Any, name: str) -> None:
     for width in WIDTHS[name]:
         w = weight(name, 37, width)
-        for count in (1, 3, 11, 21):  # 16 and more are multiplied by tiles where there are some
+        # Groups of rows of every size; many rows in pieces, or by the units that multiply matrices where there are some.
+        for count in (1, 2, 3, 4, 5, 6, 7, 11, 21, 75):
             x, bias = rows(count, width), rows(1, 37)[0]
             for dtype in DTYPES:
                 arguments = x.to(dtype), w.data, w.layouts, w.outputs, bias.to(dtype)
@@ -277,12 +278,13 @@ def test_triton_on_nothing(rows_: int, outputs: int, width: int) -> None:
 @settings(max_examples=60)
 def test_a_row_has_the_same_bits_in_any_batch(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(LAYOUTS)))
-    width, outputs = data.draw(st.sampled_from(WIDTHS[name])), data.draw(st.integers(1, 80))
+    width, outputs = data.draw(st.sampled_from(WIDTHS[name])), data.draw(st.integers(1, 80) | st.just(600))
     dtype = data.draw(st.sampled_from(DTYPES))
-    w, x = weight(name, outputs, width), rows(40, width).to(dtype)
+    count = data.draw(st.sampled_from([40, 150]))
+    w, x = weight(name, outputs, width), rows(count, width).to(dtype)
     whole = pd.quantized_linear(x, w)
-    first = data.draw(st.integers(0, 39))
-    last = data.draw(st.integers(first + 1, 40))
+    first = data.draw(st.integers(0, count - 1))
+    last = data.draw(st.integers(first + 1, count))
     assert torch.equal(pd.quantized_linear(x[first:last], w), whole[first:last])
     threads = torch.get_num_threads()
     try:

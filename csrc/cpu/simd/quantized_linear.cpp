@@ -3,228 +3,17 @@
 // A lane is an output. The products of a block of the width are whole numbers, summed exactly by whatever instructions
 // a level has; the blocks of an output are added up in ascending order, each product of scales rounded on its own. So
 // an element of the result has the same bits at every level, however many rows and outputs are computed together.
-#include "quantized_panels.h"
-#include "quantized_products.h"
+#include "quantized_tiles.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-constexpr int64_t kAhead = 8192;  // bytes between what is read and what is fetched from memory meanwhile
-
-PDK_INLINE Vec halves(const uint8_t* from) {
-#if defined(__AVX512DQ__)
-  return reinterpret_cast<Vec>(
-      _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
-#elif defined(__F16C__) && PDK_LANES == 8
-  return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(PDK_NEON)
-  return reinterpret_cast<Vec>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from)))));
-#else
-  return load(reinterpret_cast<const Half*>(from), Whole{});
-#endif
-}
-typedef uint8_t LooseBytes __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
-typedef int8_t LooseSigned __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
-// GCC 12 converts such vectors lane by lane, for most of the instructions of a block of one row.
-PDK_INLINE Ints unsigned_bytes(const uint8_t* from) {
-#if defined(__AVX512DQ__)
-  return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(PDK_ONE_REGISTER)
-  return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#elif defined(PDK_NEON)
-  const uint8x8_t bytes = vreinterpret_u8_s32(vdup_n_s32(word_at(reinterpret_cast<const int8_t*>(from))));
-  return reinterpret_cast<Ints>(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
-#else
-  return __builtin_convertvector(*reinterpret_cast<const LooseBytes*>(from), Ints);
-#endif
-}
-PDK_INLINE Ints signed_bytes(const uint8_t* from) {
-#if defined(__AVX512DQ__)
-  return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(PDK_ONE_REGISTER)
-  return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#elif defined(PDK_NEON)
-  const int8x8_t bytes = vreinterpret_s8_s32(vdup_n_s32(word_at(reinterpret_cast<const int8_t*>(from))));
-  return reinterpret_cast<Ints>(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
-#else
-  return __builtin_convertvector(*reinterpret_cast<const LooseSigned*>(from), Ints);
-#endif
-}
-PDK_INLINE Vec to_vec(Ints x) { return __builtin_convertvector(x, Vec); }
-
-// What is read next of a matrix: fetched from memory while the tiles before it are multiplied.
-struct Stream {
-  const uint8_t* at;
-  int64_t step;  // bytes that are read of a block
-
-  PDK_INLINE void advance() {
-    for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(at + i, 0, 3);
-    at += step;
-  }
-};
-
-// Sums of `rows` rows from `row` on with outputs from `lane` of a tile on, a vector in each of some neighbouring tiles.
-template <Scales kScales, int bits, int vectors, int rows, class Products>
-PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int lane,
-                               int64_t row, Stream stream, Products& products, Vec (&total)[vectors][rows]) {
-  constexpr bool signed_codes = Products::template kSigned<bits>;
-  constexpr Layout kind{kScales, bits, 0};
-  constexpr QuantizedScales fields = kind.fields();
-  constexpr bool multiples = fields.multiples > 0,
-                 zeros = fields.zero;  // the type of scales that have zeros is `layout`'s
-  constexpr bool symmetric = kind.zero() > 0, one_block = fields.group_blocks == 1;
-  constexpr int tile_size = Layout::kTile, shift = bits - 1;  // 2^shift is the code of zero
-  const int64_t blocks = args.quantized.blocks, distance = layout.tile_bytes(args.width);
-  const int64_t size = fields.group_blocks > 0 ? fields.group_blocks : layout.blocks_of_group(args.width);
-  const int header_bytes = layout.header_bytes();
-  const uint8_t* header = tile;
-  const uint8_t* codes = tile + layout.headers(args.width) + 4 * lane;
-  const QuantizedBlock* x = args.quantized.row(row);
-  for (int v = 0; v < vectors; ++v) {
-    for (int r = 0; r < rows; ++r) total[v][r] = Vec{};
-  }
-  for (int64_t first = 0; first < blocks; first += size, header += header_bytes) {
-    Vec group_scale[vectors], group_minimum[vectors]{};
-    Ints group_zero[vectors]{};
-    for (int v = 0; v < vectors; ++v) {
-      const uint8_t* own = header + v * distance;
-      if (zeros ? layout.fields().scale_bytes == 4 : fields.scale_bytes == 4) {
-        group_scale[v] = load(reinterpret_cast<const float*>(own) + lane, Whole{});
-      } else {
-        group_scale[v] = halves(own + 2 * lane);
-      }
-      if constexpr (zeros) group_zero[v] = unsigned_bytes(own + header_bytes - tile_size + lane);
-      if constexpr (zeros && signed_codes) group_zero[v] -= 128;
-      if constexpr (fields.minimum) group_minimum[v] = halves(own + kind.minimum_at() + 2 * lane);
-    }
-    const int64_t last = one_block ? first + 1 : smaller(first + size, blocks);
-    for (int64_t b = first; b < last; ++b) {
-      if (stream.step > 0) stream.advance();
-      const uint8_t* block[vectors];
-      Vec scale[vectors], minimum[vectors];
-      Ints factors[vectors][2]{};
-      for (int v = 0; v < vectors; ++v) {
-        block[v] = codes + v * distance;
-        scale[v] = group_scale[v], minimum[v] = group_minimum[v];
-        if constexpr (multiples) {
-          const uint8_t* own = header + v * distance + kind.multiples_at() + 2 * tile_size * (b - first) + lane;
-          if constexpr (fields.halves) {
-            factors[v][0] = signed_bytes(own), factors[v][1] = signed_bytes(own + tile_size);
-          } else {
-            scale[v] = rounded(scale[v] * to_vec(unsigned_bytes(own)));
-            minimum[v] = rounded(minimum[v] * to_vec(unsigned_bytes(own + tile_size)));
-          }
-        }
-      }
-      codes += tile_size * Layout::kBlock / 8 * bits;
-      products.template take<bits>(block);
-      Ints sums[vectors][rows]{};
-      if constexpr (fields.halves) {
-        Ints second[vectors][rows];
-        for (int r = 0; r < rows; ++r) {
-          for (int v = 0; v < vectors; ++v) {
-            sums[v][r] = splat(x[r].negative_half) << shift;
-            second[v][r] = (splat(x[r].negative_sum) << shift) - sums[v][r];
-          }
-        }
-        products.template add<bits, 0, kRuns / 2>(sums, block, x);
-        products.template add<bits, kRuns / 2, kRuns>(second, block, x);
-        for (int r = 0; r < rows; ++r) {
-          for (int v = 0; v < vectors; ++v) sums[v][r] = sums[v][r] * factors[v][0] + second[v][r] * factors[v][1];
-        }
-      } else {
-        for (int r = 0; r < rows; ++r) {
-          for (int v = 0; v < vectors; ++v) {
-            if constexpr (symmetric && !signed_codes) sums[v][r] = splat(x[r].negative_sum) << shift;
-            if constexpr (zeros) sums[v][r] = group_zero[v] * x[r].negative_sum;
-          }
-        }
-        products.template add<bits, 0, kRuns>(sums, block, x);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; ++v) {
-          total[v][r] += rounded(rounded(to_vec(sums[v][r]) * x[r].scale) * scale[v]);
-          if constexpr (fields.minimum) {
-            const Vec added = rounded(x[r].scaled_sum * minimum[v]);
-            total[v][r] = multiples ? total[v][r] - added : total[v][r] + added;
-          }
-        }
-      }
-      x += QuantizedRows::kGroup;
-    }
-  }
-}
-
-// Sums of `rows` rows from `row` on with the outputs of neighbouring tiles.
-template <Scales kScales, int bits, int vectors, int rows, class Products>
-PDK_INLINE void multiply_panel(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int64_t row,
-                               Products& products, float* sums) {
-  for (int lane = 0; lane < Layout::kTile; lane += kLanes) {
-    const int64_t bytes = layout.tile_bytes(args.width), blocks = larger(args.quantized.blocks, 1);
-    // The first rows and outputs are those that read the codes from memory.
-    const bool is_first = row == 0 && lane == 0;
-    const Stream stream{tile + (vectors - 1) * bytes + kAhead, is_first ? (vectors * bytes + blocks - 1) / blocks : 0};
-    Vec total[vectors][rows];
-    multiply_lanes<kScales, bits>(args, layout, tile, lane, row, stream, products, total);
-    for (int v = 0; v < vectors; ++v) {
-      for (int r = 0; r < rows; ++r) {
-        store(sums + (v * args.rows + row + r) * Layout::kTile + lane, total[v][r], Whole{});
-      }
-    }
-  }
-}
-
-// Sums of the rows from `row` on with the outputs of neighbouring tiles, (tiles, rows, 16) in `sums`.
-//
-// A group of rows less than all is one of half its size and what that leaves, so that fewer functions are compiled.
-template <Scales kScales, int bits, int vectors, int rows = kRows>
-void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int64_t row,
-                   float* sums) {
-  FromCodes products;
-  for (; row + rows <= args.rows; row += rows) {
-    multiply_panel<kScales, bits, vectors, rows>(args, layout, tile, row, products, sums);
-  }
-  if constexpr (rows > 1) {
-    if (row < args.rows)
-      multiply_rows<kScales, bits, vectors, rows == 4 ? 3 : rows == 3 ? 2 : rows / 2>(args, layout, tile, row, sums);
-  }
-}
-
-// Sums of all rows. Whole panels of many rows go through the unit that multiplies matrices, if there is one.
-template <Scales kScales, int bits, int vectors>
-void multiply_all(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, float* sums) {
-  int64_t row = 0;
-#ifdef PDK_PANELS
-  if constexpr (vectors == kVectors) {
-    if (args.rows >= FromPanels::kMinRows) {
-      FromPanels products(reinterpret_cast<uint8_t*>(sums + kVectors * args.rows * Layout::kTile),
-                          kQuantizedScales[kScales].halves);
-      for (; row + kRows <= args.rows; row += kRows) {
-        products.begin(row == 0);
-        multiply_panel<kScales, bits, vectors, kRows>(args, layout, tile, row, products, sums);
-      }
-    }
-  }
-#endif
-  multiply_rows<kScales, bits, vectors>(args, layout, tile, row, sums);
-}
-
-template <int vectors>
-void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, float* sums) {
-  with_quantized_kind(layout.scales, layout.bits, [&]<Scales kScales, int bits>() {
-    // Compiled once for both types of scales.
-    constexpr Scales kSame = kScales == QuantizedScales::kFloatZero ? QuantizedScales::kHalfZero : kScales;
-    multiply_all<kSame, bits, vectors>(args, layout, tile, sums);
-  });
-}
-
-// The outputs [first, first + count) of all rows from their sums.
+// The outputs [first, first + count) of the rows of a piece from their sums.
 template <class T>
-void finish(const QuantizedLinearArgs& args, const float* sums, int64_t first, int64_t count) {
+void finish(const QuantizedLinearArgs& args, const Piece& piece, int64_t first, int64_t count) {
   const T* bias = static_cast<const T*>(args.bias);
-  for (int64_t row = 0; row < args.rows; ++row, sums += Layout::kTile) {
+  for (int64_t row = piece.row; row < piece.row + piece.rows; ++row) {
+    const float* sums = piece.of(row);
     T* out = args.out.row<T>(row) + first;
     for_vectors(0, count, [&](int64_t at, auto lanes) {
       const Vec sum = load(sums + at, Whole{});
@@ -287,47 +76,80 @@ void quantize_row(const T* x, int64_t width, const QuantizedRows& to, int64_t ro
   }
 }
 
+// How all rows are multiplied with a part: pieces of rows that stay in the second-level cache with the codes of some
+// tiles, unpacked.
+struct Cut {
+  static constexpr int64_t kMost = 64, kPanelBytes = 256 * 1024;
+
+  int64_t rows, tiles;  // of a piece, and how many share a cache with it
+  int64_t panel_bytes;  // of kTiles tiles; 0: too few rows
+
+  Cut(const QuantizedLinearArgs& args) {
+    const int64_t pieces = larger((args.rows + kMost - 1) / kMost, 1), own = FromPanels::bytes(args.quantized.blocks);
+    rows = pieces == 1 ? args.rows : rounded_up((args.rows + pieces - 1) / pieces, QuantizedRows::kGroup);
+    tiles = pieces == 1 ? kTiles : larger(kPanelBytes / larger(own, 1), 1) * kTiles;
+    panel_bytes = args.rows < FromPanels::kMinRows ? 0 : own;
+  }
+  int64_t sums_bytes() const {
+    return rounded_up(rows * kTiles * Layout::kTile * static_cast<int64_t>(sizeof(float)), 64);
+  }
+  int64_t bytes() const { return sums_bytes() + tiles / kTiles * panel_bytes; }
+};
+
+// The tiles [from, to) of a part, `data` the first of all of them, whose outputs follow `first` others.
+template <class T>
+void multiply_part(const QuantizedLinearArgs& args, const QuantizedPart& part, const uint8_t* data, int64_t from,
+                   int64_t to, int64_t first) {
+  const Cut cut(args);
+  char* memory = thread_scratch(cut.bytes());
+  auto* panels = reinterpret_cast<uint8_t*>(memory + cut.sums_bytes());
+  const int64_t bytes = part.layout.tile_bytes(args.width), headers = part.layout.headers(args.width);
+  const int64_t blocks = larger(args.quantized.blocks, 1), share = (bytes + blocks - 1) / blocks;
+  for (int64_t begin = from, end; begin < to; begin = end) {
+    end = smaller(begin + cut.tiles, to);
+    for (int64_t row = 0; row < args.rows; row += cut.rows) {
+      Piece piece{row, smaller(cut.rows, args.rows - row), reinterpret_cast<float*>(memory), nullptr,
+                  args.out.row_stride * static_cast<int64_t>(sizeof(T))};
+      for (int64_t t = begin; t < end; t += kTiles) {
+        const int count = static_cast<int>(smaller(kTiles, end - t));
+        // A tile alone is its own neighbour.
+        const Tiles tiles{data + t * bytes, count > 1 ? bytes : 0, count, bytes, headers, share};
+        uint8_t* unpacked = cut.panel_bytes > 0 ? panels + (t - begin) / kTiles * cut.panel_bytes : nullptr;
+        const int64_t output = t * Layout::kTile;
+        piece.out = reinterpret_cast<const char*>(args.out.row<T>(row) + first + output);
+        multiply_piece(args, part.layout, tiles, piece, unpacked);
+        finish<T>(args, piece, first + output, smaller(count * Layout::kTile, part.outputs - output));
+      }
+    }
+  }
+}
+
 // The tiles [from, to) of all rows, which are quantised; `matrix`: the number of the matrix, of those of each part.
 template <class T>
 void multiply_tiles(const QuantizedLinearArgs& args, int64_t matrix, int64_t from, int64_t to) {
-  int64_t scratch = kVectors * args.rows * Layout::kTile * static_cast<int64_t>(sizeof(float));
-#ifdef PDK_PANELS
-  if (args.rows >= FromPanels::kMinRows) scratch += args.quantized.blocks * kVectors * FromPanels::kBlockBytes;
-#endif
-  auto* sums = reinterpret_cast<float*>(thread_scratch(scratch));
-  int64_t first = 0;  // outputs and tiles of the parts before
-  int64_t before = 0;
+  int64_t first = 0, before = 0;  // outputs and tiles of the parts before
   for (int64_t p = 0; p < args.part_count; ++p) {
     const QuantizedPart& part = args.parts[p];
-    const int64_t own = Layout::tiles(part.outputs), bytes = part.layout.tile_bytes(args.width);
-    const uint8_t* data = part.data + matrix * own * bytes;
-    const int64_t last = smaller(own, to - before);
-    for (int64_t t = from > before ? from - before : 0; t < last;) {
-      const uint8_t* tile = data + t * bytes;
-      const bool several = args.rows > 1 && t + kVectors <= last;  // else every vector would be a stream of its own
-      several ? multiply_rows<kVectors>(args, part.layout, tile, sums)
-              : multiply_rows<1>(args, part.layout, tile, sums);
-      for (int v = 0; v < (several ? kVectors : 1); ++v, ++t) {
-        finish<T>(args, sums + v * args.rows * Layout::kTile, first + t * Layout::kTile,
-                  smaller(Layout::kTile, part.outputs - t * Layout::kTile));
-      }
-    }
+    const int64_t own = Layout::tiles(part.outputs);
+    const uint8_t* data = part.data + matrix * own * part.layout.tile_bytes(args.width);
+    multiply_part<T>(args, part, data, larger(from - before, 0), smaller(own, to - before), first);
     first += part.outputs, before += own;
   }
 }
 
-PDK_INLINE int64_t tiles_of(const QuantizedLinearArgs& args) {
+// Of tiles that are multiplied together.
+PDK_INLINE int64_t tile_groups(const QuantizedLinearArgs& args) {
   int64_t tiles = 0;
   for (int64_t p = 0; p < args.part_count; ++p) tiles += Layout::tiles(args.parts[p].outputs);
-  return tiles;
+  return (tiles + kTiles - 1) / kTiles;
 }
 
 template <class T>
 void linear_of(const QuantizedLinearArgs& args) {
   for_rows(args.rows, args.width,
            [&](int64_t row) { quantize_row(args.x.row<const T>(row), args.width, args.quantized, row); });
-  for_ranges(tiles_of(args), Layout::kTile * args.width * smaller(args.rows, 4),
-             [&](int64_t from, int64_t to) { multiply_tiles<T>(args, 0, from, to); });
+  for_ranges(tile_groups(args), kTiles * Layout::kTile * args.width * smaller(args.rows, 4),
+             [&](int64_t from, int64_t to) { multiply_tiles<T>(args, 0, kTiles * from, kTiles * to); });
 }
 
 template <class T>
@@ -339,8 +161,8 @@ void grouped_linear_of(const QuantizedGroupedLinearArgs& args) {
       quantize_row(all.x.row<const T>(used[u].first + i), all.width, all.quantized, used[u].slot + i);
     }
   });
-  const int64_t tiles = tiles_of(all);
-  const int64_t each = Layout::kTile * all.width * smaller(all.rows / args.groups.count, 4);
+  const int64_t tiles = tile_groups(all);
+  const int64_t each = kTiles * Layout::kTile * all.width * smaller(all.rows / args.groups.count, 4);
   for_ranges(args.groups.count * tiles, each, [&](int64_t from, int64_t to) {
     for (int64_t next; from < to; from = next) {
       const RowGroup& group = used[from / tiles];
@@ -351,7 +173,7 @@ void grouped_linear_of(const QuantizedGroupedLinearArgs& args) {
       own.out.data = all.out.row<T>(group.first);
       own.quantized.data = all.quantized.row(group.slot);
       if (own.bias != nullptr) own.bias = static_cast<const T*>(own.bias) + group.matrix * args.outputs;
-      multiply_tiles<T>(own, group.matrix, from - first, next - first);
+      multiply_tiles<T>(own, group.matrix, kTiles * (from - first), kTiles * (next - first));
     }
   });
 }

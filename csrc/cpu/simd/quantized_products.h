@@ -28,6 +28,25 @@ constexpr int kRows = 4, kVectors = 1;
 constexpr int kRuns = Layout::kBlock / 4;  // of four columns in a block
 constexpr int kRunBytes = 4 * Layout::kTile;
 
+constexpr int kInTile = Layout::kTile / kLanes;  // vectors of a tile
+// With few rows narrow vectors share what is loaded of them, and read a tile as it lies in memory.
+template <int rows>
+constexpr int kVectorsOf = rows == 1 && kInTile == 1  ? 1
+                           : rows <= 2 && kInTile > 1 ? 2
+                                                      : kVectors;
+constexpr int kTiles = kVectors > kInTile ? kVectors / kInTile : 1;  // that are multiplied together
+
+// Tiles that are multiplied together, `distance` bytes apart. Their vectors are neighbours in a tile, or one in each.
+struct Tiles {
+  const uint8_t* data;
+  int64_t distance;
+  int count;
+  int64_t bytes, headers, share;  // of a tile, before its codes, and of the tile for each block
+
+  int64_t tile_at(int v) const { return kInTile > 1 ? 0 : v * distance; }
+  static constexpr int lane_at(int v) { return kInTile > 1 ? v * kLanes : 0; }
+};
+
 PDK_INLINE Words load_words(const uint8_t* from) { return *reinterpret_cast<const LooseWords*>(from); }
 
 // The codes of a run, a byte each, four columns a word.
@@ -40,6 +59,13 @@ PDK_INLINE Words unpack(const uint8_t* block, int run) {
   constexpr int more = bits - 4, each = bits == 4 ? 1 : 8 / more;
   const Words high = load_words(block + (kRuns / 2 + run / each) * kRunBytes);
   return low | (high >> (more * (run % each)) & (more == 1 ? 0x01010101u : 0x03030303u)) << 4;
+}
+
+// The same of codes that are unpacked already: a vector of each run, one after the other.
+template <int bits, bool unpacked>
+PDK_INLINE Words codes_of(const uint8_t* block, int run) {
+  if constexpr (unpacked) return load_words(block + 4 * kLanes * run);
+  return unpack<bits>(block, run);
 }
 
 PDK_INLINE int32_t word_at(const int8_t* from) {
@@ -63,9 +89,9 @@ constexpr bool signed_codes() {
 }
 
 // The run that comes at place `i`: of a whole block halves of a byte one after the other.
-template <int bits, int runs>
+template <bool whole_bytes, int runs>
 constexpr int run_number(int i) {
-  return bits == 8 || runs < kRuns ? i : i / 2 + i % 2 * (kRuns / 2);
+  return whole_bytes || runs < kRuns ? i : i / 2 + i % 2 * (kRuns / 2);
 }
 
 template <int number>
@@ -82,12 +108,21 @@ PDK_INLINE void for_numbers(const Body& body) {
   }
 }
 
+#ifdef PDK_ONE_REGISTER
+// A sum as it is written: compilers would rather wait for all products, for which there are too few registers.
+template <class Register>
+PDK_INLINE Register settled(Register sum) {
+  __asm__("" : "+v"(sum));
+  return sum;
+}
+#endif
+
 // To the sums of some rows, adds the products of codes and x over the columns of the runs [first, last). Rows take
 // turns, so that none waits for its own last sum, and vectors share what is loaded of a row.
-template <int bits, int first, int last, int vectors, int rows>
+template <int bits, int first, int last, bool unpacked = false, int vectors, int rows>
 PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (&blocks)[vectors],
                              const QuantizedBlock* x) {
-  [[maybe_unused]] constexpr auto run_at = run_number<bits, last - first>;
+  constexpr auto run_at = run_number < bits == 8 || unpacked, last - first > ;
 #if defined(PDK_DOT_PRODUCTS)
 #if PDK_LANES == 16
   const auto every = [](int32_t word) { return _mm512_set1_epi32(word); };
@@ -106,7 +141,7 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
     const int run = run_at(i);
     Words codes[vectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v) codes[v] = unpack<bits>(blocks[v], run);
+    for (int v = 0; v < vectors; ++v) codes[v] = codes_of<bits, unpacked>(blocks[v], run);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
       const auto own = every(word_at(x[r].codes + 4 * run));
@@ -122,7 +157,7 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
   typedef __m512i Register;
   const auto every = [](int32_t word) { return _mm512_set1_epi32(word); };
   const auto pairs = [](Register a, Register b) { return _mm512_maddubs_epi16(a, b); };
-  const auto plus = [](Register a, Register b) { return _mm512_add_epi16(a, b); };
+  const auto plus = [](Register a, Register b) { return settled(_mm512_add_epi16(a, b)); };
   const auto words = [](Register a) { return reinterpret_cast<Ints>(_mm512_madd_epi16(a, _mm512_set1_epi16(1))); };
   const auto magnitude = [](Register a) { return _mm512_abs_epi8(a); };
   const auto signs = [](Register b, Register a) {
@@ -132,7 +167,7 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
   typedef __m256i Register;
   const auto every = [](int32_t word) { return _mm256_set1_epi32(word); };
   const auto pairs = [](Register a, Register b) { return _mm256_maddubs_epi16(a, b); };
-  const auto plus = [](Register a, Register b) { return _mm256_add_epi16(a, b); };
+  const auto plus = [](Register a, Register b) { return settled(_mm256_add_epi16(a, b)); };
   const auto words = [](Register a) { return reinterpret_cast<Ints>(_mm256_madd_epi16(a, _mm256_set1_epi16(1))); };
   const auto magnitude = [](Register a) { return _mm256_abs_epi8(a); };
   const auto signs = [](Register b, Register a) { return _mm256_sign_epi8(b, a); };
@@ -146,7 +181,7 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
       Register codes[vectors], whole[vectors];
 #pragma GCC unroll 2
       for (int v = 0; v < vectors; ++v) {
-        whole[v] = reinterpret_cast<Register>(unpack<bits>(blocks[v], run));
+        whole[v] = reinterpret_cast<Register>(codes_of<bits, unpacked>(blocks[v], run));
         if constexpr (signed_codes<bits>()) {
           whole[v] = reinterpret_cast<Register>(reinterpret_cast<Words>(whole[v]) ^ 0x80808080u);
           codes[v] = magnitude(whole[v]);
@@ -167,13 +202,13 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
 #pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) sums[v][r] += words(found[v][r]);
+      for (int r = 0; r < rows; ++r) sums[v][r] = settled(sums[v][r] + words(found[v][r]));
     }
   }
 #elif defined(PDK_NEON)
   // Codes below 64 are signed bytes too.
-  const auto codes_of = [&](int v, int run) {
-    const Words codes = unpack<bits>(blocks[v], run);
+  const auto signed_at = [&](int v, int run) {
+    const Words codes = codes_of<bits, unpacked>(blocks[v], run);
     return reinterpret_cast<int8x16_t>(signed_codes<bits>() ? codes ^ 0x80808080u : codes);
   };
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -184,10 +219,10 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
     if constexpr (last > kRuns / 2) own[r][1] = vld1q_s8(x[r].codes + Layout::kBlock / 2);
   }
   for_numbers<first, last>([&](auto i) __attribute__((always_inline)) {
-    constexpr int run = run_number<bits, last - first>(decltype(i)::kNumber);
+    constexpr int run = run_at(decltype(i)::kNumber);
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
-      const int8x16_t codes = codes_of(v, run);
+      const int8x16_t codes = signed_at(v, run);
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
         const auto sum = reinterpret_cast<int32x4_t>(sums[v][r]);
@@ -206,7 +241,7 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
       const int run = run_at(j);
 #pragma GCC unroll 2
       for (int v = 0; v < vectors; ++v) {
-        const int8x16_t codes = codes_of(v, run);
+        const int8x16_t codes = signed_at(v, run);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
           const int8x16_t own = reinterpret_cast<int8x16_t>(splat(word_at(x[r].codes + 4 * run)));
@@ -229,7 +264,7 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
   for (int i = first; i < last; ++i) {
     const int run = run_at(i);
     for (int v = 0; v < vectors; ++v) {
-      const Words codes = unpack<bits>(blocks[v], run);
+      const Words codes = codes_of<bits, unpacked>(blocks[v], run);
       for (int byte = 0; byte < 4; ++byte) {
         const Ints code = reinterpret_cast<Ints>(codes >> (8 * byte) & 0xffu);
         for (int r = 0; r < rows; ++r) sums[v][r] += code * static_cast<int32_t>(x[r].codes[4 * run + byte]);
@@ -241,12 +276,13 @@ PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (
 
 // The products of a block, of codes as they lie in memory.
 struct FromCodes {
+  static constexpr bool kUnpacked = false;
   template <int bits>
   static constexpr bool kSigned = signed_codes<bits>();
 
-  // Makes the next block that whose products are added.
+  // Where the codes of the next block are, whose products are then added.
   template <int bits, int vectors>
-  PDK_INLINE void take(const uint8_t* const (&)[vectors]) {}
+  PDK_INLINE void take(const uint8_t* (&)[vectors]) {}
   template <int bits, int first, int last, int vectors, int rows>
   PDK_INLINE void add(Ints (&sums)[vectors][rows], const uint8_t* const (&blocks)[vectors],
                       const QuantizedBlock* x) const {
