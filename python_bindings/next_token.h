@@ -1,4 +1,4 @@
-// The end of a decoding step with one known token a sequence: see pdkernels/decoding/steps/next_token.py.
+// The end of a decoding step with one known token a sequence: see pdkernels/generation/next_token.py.
 #pragma once
 
 #include "device.h"
@@ -9,7 +9,7 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-// NextTokenArguments of pdkernels/decoding/steps/next_token.py.
+// NextTokenArguments of pdkernels/generation/next_token.py.
 struct NextTokenInputs {
   Written table, remaining;
   OptionalWritten lengths;

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdkernels import _native
-from pdkernels.decoding.steps import next_token
+from pdkernels.generation import next_token
 from pdkernels.models.architectures import greedy_steps, whole_step
 from pdkernels.ops.library import NAMESPACE, OPS
 
@@ -124,7 +124,7 @@ def test_a_binding_takes_the_fields_of_the_schema(op: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("counts, cu_seqlens, block_table, longest", "counts, block_table, cu_seqlens, longest"),
+        ("lengths, counts, cu_seqlens", "lengths, cu_seqlens, counts"),
         ("int64_t first, end;  // layers", "int64_t end, first, unused;"),
         ("Tensor cos, sin;\n  OptionalTensor positions;", "int64_t cos, sin;\n  OptionalTensor positions;"),
         ("Written k_cache, v_cache;  // of all layers", "Tensor k_cache, v_cache;"),

@@ -1,5 +1,5 @@
 // Arguments of the end of a decoding step with one known token a sequence, for the CPU: see
-// pdkernels/decoding/steps/next_token.py.
+// pdkernels/generation/next_token.py.
 #pragma once
 
 #include "common/memory_parts.h"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdkernels import _native
 from pdkernels.cache import ContiguousKVCache
-from pdkernels.decoding.steps import next_token
+from pdkernels.generation import next_token
 from pdkernels.decoding.steps.entry import Entry
 from pdkernels.generation.noise import greedy
 

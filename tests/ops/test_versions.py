@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pdkernels as pd
 from pdkernels import _native
-from pdkernels.decoding.steps import next_token
+from pdkernels.generation import next_token
 from pdkernels.models.architectures import greedy_steps, whole_step
 from pdkernels.ops.library import NAMESPACE, OPS
 from tests.models.test_row_invariance import CONFIG, a_model

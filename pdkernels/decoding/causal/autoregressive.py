@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
-from pdkernels.decoding.steps.next_token import write_likeliest_, write_next_token_
+from pdkernels.generation.next_token import write_likeliest_, write_next_token_
 from pdkernels.generation.noise import OWN, banned_tokens, latents
 from pdkernels.generation.session import Session
 from pdkernels.models.architectures.greedy_steps import GreedySteps, greedy_steps

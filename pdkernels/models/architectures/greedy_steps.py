@@ -7,7 +7,7 @@ takes several times as long as it would in a loop. What nobody watches runs seve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from pdkernels._attention import PlanArguments
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.models.architectures import whole_step
 from pdkernels.models.architectures.attention import plan_of
+from pdkernels.models.architectures.transformer import Transformer
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
-
-if TYPE_CHECKING:
-    from pdkernels.models.architectures.transformer import Transformer
 
 OP = "greedy_steps_"
 
@@ -99,7 +97,8 @@ class GreedySteps:
 
 def greedy_steps(model: Any, cache: Any, *arguments: Any) -> GreedySteps | None:
     """`GreedySteps` with these arguments; None: the model or its cache is another one."""
-    if not getattr(model, "is_plain", False) or type(cache) not in (ContiguousKVCache, PagedKVCache):
+    # What wraps a model may pass its attributes on.
+    if type(model) is not Transformer or type(cache) not in (ContiguousKVCache, PagedKVCache):
         return None
     config = model.config
     if config.embedding_scale != 1 or config.windows or not _native.has_native() or cache.device.type != "cpu":

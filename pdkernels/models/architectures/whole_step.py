@@ -11,9 +11,7 @@ objects, and the op whether these still have the same memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +33,6 @@ from pdkernels.models.architectures.layer import Layer
 from pdkernels.models.architectures.rope import Rotation
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 from pdkernels.ops.quantized_weight import QuantizedWeight
-
-if TYPE_CHECKING:
-    from pdkernels.models.architectures.transformer import Transformer
 
 OP = "transformer_layers_"
 BIND = "bind_transformer"
@@ -169,8 +164,8 @@ class Seen(NamedTuple):
     classes: tuple[type, ...]
 
     @classmethod
-    def of(cls, model: Transformer) -> Seen:
-        dictionaries: list[dict[str, Any]] = [model._parameters, model._modules, model.layers._modules]  # type: ignore[attr-defined]
+    def of(cls, model: Any) -> Seen:
+        dictionaries: list[dict[str, Any]] = [model._parameters, model._modules, model.layers._modules]
         for layer in model.layers:
             dictionaries += [vars(layer), layer._parameters, layer._modules]
             dictionaries += [getattr(layer, name) for name in _HOOKS]
@@ -195,7 +190,7 @@ class Binding:
         # Together, because several threads may run the model.
         self._kept: tuple[Seen, Tensor | None] | None = None
 
-    def of(self, model: Transformer) -> Tensor | None:
+    def of(self, model: Any) -> Tensor | None:
         """None: some layer is another class, has hooks, or keeps its parameters in another way."""
         kept = self._kept
         if kept is None or not unchanged(*kept[0]):
@@ -212,7 +207,7 @@ class Binding:
         return Binding()
 
 
-def _bound(model: Transformer) -> Tensor | None:
+def _bound(model: Any) -> Tensor | None:
     config = model.config
     if not config.usual or any(map(_differs, model.layers)):
         return None
@@ -250,7 +245,7 @@ def asked() -> bool:
     return value != "0"
 
 
-def run_layers(model: Transformer, x: Tensor, rows: NewRows, first: int, end: int) -> Tensor | None:
+def run_layers(model: Any, x: Tensor, rows: NewRows, first: int, end: int) -> Tensor | None:
     """What layer `end` of a model gets if layer `first` gets `x`; None: they must run one by one."""
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
     if cache is None or not isinstance(plan, TilePlan) or rotation.positions is None or not x.is_floating_point():
@@ -271,12 +266,7 @@ def run_layers(model: Transformer, x: Tensor, rows: NewRows, first: int, end: in
 
 
 def run_forward(
-    model: Transformer,
-    tokens: Tensor,
-    cache: Cache,
-    counts: Tensor | None,
-    mask: Tensor | TilePlan | None,
-    with_logits: bool,
+    model: Any, tokens: Tensor, cache: Cache, counts: Tensor | None, mask: Tensor | TilePlan | None, with_logits: bool
 ) -> tuple[Tensor, Tensor] | None:
     """The input of `logits` for rows after the cached ones, and with `with_logits` their logits; None: the forward must
     run part by part."""
@@ -295,7 +285,7 @@ def run_forward(
 
 
 def _results(
-    model: Transformer,
+    model: Any,
     x: Tensor,
     parts: tuple[int, int, bool],
     cache: Cache,

@@ -13,7 +13,6 @@ from torch import Tensor
 from pdkernels import _native, backends
 from pdkernels._validation import KERNEL_DTYPES
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.decoding.steps.entry import Entry
 from pdkernels.generation.session import has_no_choice, is_end
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 
@@ -42,7 +41,7 @@ _WRITES = counts_writes(_run)
 
 
 def write_next_token_(
-    entry: Entry, remaining: Tensor, cache: Any, logits: Tensor, tokens: Tensor, ends: Tensor | None
+    entry: Any, remaining: Tensor, cache: Any, logits: Tensor, tokens: Tensor, ends: Tensor | None
 ) -> None:
     """Commits the row of each sequence that took part in a step, and makes `tokens` ``(batch, 1)``, chosen from
     `logits` ``(batch, 1, V)``, the known ones of the next step.
@@ -63,7 +62,7 @@ def write_next_token_(
 
 
 def write_likeliest_(
-    entry: Entry, remaining: Tensor, cache: Any, logits: Tensor, ends: Tensor | None, suppress: tuple[int, ...]
+    entry: Any, remaining: Tensor, cache: Any, logits: Tensor, ends: Tensor | None, suppress: tuple[int, ...]
 ) -> bool:
     """`write_next_token_` for the most probable tokens other than those of `suppress`, where the op can; else False,
     and nothing is written."""
@@ -71,7 +70,7 @@ def write_likeliest_(
 
 
 def _run_op(
-    entry: Entry,
+    entry: Any,
     remaining: Tensor,
     cache: Any,
     logits: Tensor,
