@@ -10,7 +10,7 @@ several. Before anything is timed, choices after a text are compared with ours: 
 A peer may be told things that change its speed (bench/cpu_settings.py). Every cell tries all of its settings and goes on with the fastest; the
 record has them all.
 
-Engines use the instructions that pdkernels may use. `PDKERNELS_CPU_ISA=avx2` compares at AVX2: OpenVINO and torch are held to it, and builds of llama.cpp and
+Engines use the instructions that pdkernels may use. `PDKERNELS_CPU_ISA=avx2` compares at AVX2: oneDNN and torch are held to it, and builds of llama.cpp and
 ik_llama.cpp that have AVX-512 are refused, as builds without it are where pdkernels has it.
 
 A cell is written as soon as it is measured; started again, the command measures what is missing, and `--again` begins anew.
