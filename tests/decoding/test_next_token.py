@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pdkernels import _native
 from pdkernels.cache import ContiguousKVCache
-from pdkernels.generation import next_token
 from pdkernels.decoding.steps.entry import Entry
+from pdkernels.generation import next_token
 from pdkernels.generation.noise import greedy
 
 pytestmark = pytest.mark.skipif(not _native.has_native(), reason="needs the compiled ops")

@@ -265,68 +265,67 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
         decode(model)
 
 
-def in_place(model: Transformer) -> None:
+def in_place(model: Any) -> None:
     model.layers[1].qkv.mul_(2)
 
 
-def of_a_norm(model: Transformer) -> None:
+def of_a_norm(model: Any) -> None:
     model.norm.neg_()
 
 
-def replaced(model: Transformer) -> None:
+def replaced(model: Any) -> None:
     layer = model.layers[1]
     layer.down = torch.nn.Parameter(-layer.down, requires_grad=False)
 
 
-def replaced_in_the_dictionary(model: Transformer) -> None:
+def replaced_in_the_dictionary(model: Any) -> None:
     """As `torch.func.functional_call` does."""
     layer = model.layers[1]
     layer._parameters["down"] = torch.nn.Parameter(-layer.down, requires_grad=False)
 
 
-def replaced_norm(model: Transformer) -> None:
+def replaced_norm(model: Any) -> None:
     model.norm = torch.nn.Parameter(-model.norm, requires_grad=False)
 
 
-def replaced_embedding(model: Transformer) -> None:
+def replaced_embedding(model: Any) -> None:
     model.embedding = torch.nn.Parameter(model.embedding.flip(0).contiguous(), requires_grad=False)
 
 
-def other_memory(model: Transformer) -> None:
+def other_memory(model: Any) -> None:
     layer = model.layers[1]
     layer.gate_up.data = layer.gate_up.data.flip(0).contiguous()
 
 
-def other_sizes_at_the_same_memory(model: Transformer) -> None:
+def other_sizes_at_the_same_memory(model: Any) -> None:
     layer = model.layers[1]
     inner = layer.down.shape[1] // 2
     layer.gate_up.data, layer.down.data = layer.gate_up.data[: 2 * inner], layer.down.data[:, :inner].contiguous()
 
 
-def swapped_layers(model: Transformer) -> None:
-    modules: Any = model.layers
-    modules[0], modules[1] = modules[1], modules[0]
+def swapped_layers(model: Any) -> None:
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
 
 
-def removed_norms(model: Transformer) -> None:
+def removed_norms(model: Any) -> None:
     for layer in model.layers:
         layer.q_norm = layer.k_norm = None
 
 
-def quantised(model: Transformer) -> None:
+def quantised(model: Any) -> None:
     quantise_(model, ["int8"])
 
 
-def loaded(model: Transformer) -> None:
+def loaded(model: Any) -> None:
     model.load_state_dict({name: tensor * 1.5 for name, tensor in model.state_dict().items()})
 
 
-def assigned(model: Transformer) -> None:
+def assigned(model: Any) -> None:
     state = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
 
 
-def converted(model: Transformer) -> None:
+def converted(model: Any) -> None:
     model.to(torch.float32 if model.dtype == torch.bfloat16 else torch.bfloat16)
 
 
@@ -339,7 +338,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_parameters_may_change_in_every_way(
-    dtype: torch.dtype, change: Callable[[Transformer], None], monkeypatch: pytest.MonkeyPatch, runs: list[int]
+    dtype: torch.dtype, change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, runs: list[int]
 ) -> None:
     """The next forward sees it, and so does the next step of a generation."""
     model = a_model(replace(CONFIG, qk_norm=True), dtype)
@@ -394,8 +393,9 @@ def test_a_model_is_freed_at_once() -> None:
 def test_a_copy_of_what_is_bound_is_refused() -> None:
     model = a_model(CONFIG, torch.float32)
     decode(model)
-    model.binding._kept = model.binding._kept[0], model.binding._kept[1].clone()
-    runs = []
+    binding: Any = model.binding
+    binding._kept = binding._kept[0], binding._kept[1].clone()
+    runs: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Layer, "_mlp", lambda layer, x, own=Layer._mlp: (runs.append(1), own(layer, x))[1])
         decode(model)
