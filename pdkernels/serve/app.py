@@ -30,10 +30,11 @@ except ModuleNotFoundError as missing:
 
 from pdkernels.decoding import Grammar, available, find
 from pdkernels.engine import Engine, EngineFull
-from pdkernels.serve.answers import Answer, Draft, Frontend
+from pdkernels.serve.answers import Answer
 from pdkernels.serve.compiling import GrammarPool
 from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure
 from pdkernels.serve.forms import Asked
+from pdkernels.serve.frontend import Draft, Frontend
 from pdkernels.serve.gate import Gate, log_failure
 from pdkernels.serve.metrics import prometheus
 from pdkernels.serve.options import MethodSettings, placed

@@ -21,14 +21,16 @@ from pdkernels.grammar.language import (
 )
 from pdkernels.grammar.regex import parsed
 from pdkernels.grammar.schema import Size, parsed_schema
-from pdkernels.serve.calls import PLAIN, CallForm
+from pdkernels.serve.calls import PLAIN, CallForm, JsonForm
 from pdkernels.serve.errors import Refused, in_http_words
 from pdkernels.serve.schema import ChatRequest, Settings
+from pdkernels.serve.tagged import DEEPSEEK_V3, GLM, KIMI, QWEN_CODER, TaggedForm, kinds_of
 from pdkernels.serve.thoughts import ThoughtForm
-from pdkernels.serve.tools import Calling
+from pdkernels.serve.tools import Reading
 
 _DEPTH = 3  # of references, as in Grammar.json_schema
 _SPACE = ((9, 10), (13, 13), (32, 32))
+_BETWEEN = {QWEN_CODER: "\n", GLM: "\n", DEEPSEEK_V3: "\n"}  # what separates two calls
 _ANY = Repeat(Chars(complement(())), 0, None)
 
 
@@ -60,28 +62,31 @@ class Asked(NamedTuple):
             return _calls(*self.calling, self.content, *self.thoughts)
         assert self.content is not None
         kind, source = self.content
+        if (thought := self.thoughts[1]) is not None:
+            return Grammar(sequence(_inside(thought, kind), _expression(kind, source)), kind)
         if kind == "regex":
             return Grammar.regex(source)
         given = json.loads(source)
         return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given, unknown="ignore")
 
 
-def asked_grammar(body: Settings, calling: Calling | None = None) -> Asked | None:
+def asked_grammar(body: Settings, reading: Reading | None = None) -> Asked | None:
     """What a request asks of the form of its text; None: nothing.
 
     Raises:
         Refused: demands that exclude each other.
     """
-    content = _content(body)
+    content, calling = _content(body), reading.calling if reading else None
+    thoughts = (reading.thoughts, reading.thought) if reading else ((), None)
     if calling is None or not (calling.forced or calling.strict or content):
-        return None if content is None else Asked(content)
+        return None if content is None else Asked(content, thoughts=thoughts)
     if calling.forced and content is not None:
         raise Refused(f"{content[0]} and tool_choice {calling.choice!r} exclude each other", 400, "tool_choice")
     if calling.form is PLAIN and not calling.forced:
-        words = "the form of this model's calls is not known here, so only tool_choice 'required' or one tool can be followed with"
+        words = "this model's calls have a form that a grammar cannot write here, so only tool_choice 'required' or one tool can be followed with"
         raise Refused(f"{words} {content[0] if content else 'strict'}", 400, "tools")
     tools = tuple((name, json.dumps(parameters)) for name, parameters in calling.tools.items())
-    return Asked(content, (calling.form, tools, calling.single, calling.forced), (calling.thoughts, calling.thought))
+    return Asked(content, (calling.form, tools, calling.single, calling.forced), thoughts)
 
 
 def _content(body: Settings) -> tuple[str, str] | None:
@@ -112,20 +117,25 @@ def _calls(
     """Texts that are calls; unless `forced`, also a text, before or in place of calls, that `content` says more of. It
     may begin with a thought of any text, and must end the `thought` in which it begins."""
     calls = either([_call(form, name, parameters) for name, parameters in tools])
-    if form.marked:
+    tagged, marked = not isinstance(form, JsonForm), not isinstance(form, JsonForm) or form.marked
+    listed = isinstance(form, JsonForm) and form.listed
+    if isinstance(form, JsonForm) and marked:
         calls = sequence(form.opening, calls, form.closing)
     if not single:  # both copies of a call begin at once, so that an automaton has one
-        calls = sequence(Repeat(sequence(calls, form.between), 0, None), calls)
-    if form.listed:
+        between = form.between if isinstance(form, JsonForm) else _BETWEEN.get(form, "")
+        calls = sequence(Repeat(sequence(calls, between), 0, None), calls)
+    if listed:
         calls = sequence("[", calls, "]")
+    elif tagged and form.begin and form.arguments == "json":
+        calls = sequence(form.openings[0], calls, form.closing)
     words = "the calls of tools"
     openings = [one.opening for one in thoughts]
     if content is not None:
         calls = Alt((_expression(*content), calls))
-    elif not forced and form.marked:
-        calls = sequence(without(_ANY, _with([form.opening.strip(), *openings]), words), optional(calls))
+    elif not forced and marked:
+        calls = sequence(without(_ANY, _with([*form.openings, *openings]), words), optional(calls))
     elif not forced:
-        space, bracket = Repeat(Chars(_SPACE), 0, None), "[" if form.listed else "{"
+        space, bracket = Repeat(Chars(_SPACE), 0, None), "[" if listed else "{"
         begun = sequence(space, bracket, _ANY)
         calls = Alt((without(_ANY, either([begun, _with(openings)]) if openings else begun, words), calls))
     if thought is not None:
@@ -146,10 +156,45 @@ def _inside(thought: ThoughtForm, words: str) -> Expression:
 
 def _call(form: CallForm, name: str, parameters: str) -> Expression:
     try:
-        arguments = parsed_schema(parameters, size=Size(depth=_DEPTH))
+        if isinstance(form, JsonForm):
+            return sequence(f'{{"name": {json.dumps(name)}, "{form.arguments}": ', _schema(parameters), "}")
+        if form.arguments == "fields":
+            return _fields(form, name, json.loads(parameters))
+        arguments = _schema(parameters)
+        if form is KIMI:
+            number = Repeat(Chars(((48, 57),)), 1, 3)
+            return sequence(form.begin, f"functions.{name}:", number, form.name_end, arguments, form.end)
+        if not form.framed:
+            return sequence(f"{form.begin}{name}{form.name_end}", arguments, form.end)
+        return sequence(f"{form.begin}function{form.name_end}{name}\n```json\n", arguments, f"\n```{form.end}")
     except (ValueError, TypeError, NotImplementedError) as error:
         raise Refused(f"the parameters of tool {name!r}: {in_http_words(str(error))}", 400, "tools") from None
-    return sequence(f'{{"name": {json.dumps(name)}, "{form.arguments}": ', arguments, "}")
+
+
+def _schema(source: Any) -> Expression:
+    return parsed_schema(source, size=Size(depth=_DEPTH))
+
+
+def _fields(form: TaggedForm, name: str, schema: dict[str, Any]) -> Expression:
+    """A call whose arguments are fields, in the order of the schema's properties."""
+    line = "\n" if form.framed else ""
+    shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    fields = list[Expression]()
+    for key, one in (schema.get("properties") or {}).items():
+        value = _field({**one, **shared} if isinstance(one, dict) else one, form.field_end)
+        field = sequence(f"{form.key_begin}{key}{form.key_end}{line}", value, f"{line}{form.field_end}\n")
+        fields.append(field if key in schema.get("required", ()) else optional(field))
+    head = f"{form.openings[0]}\n{form.begin}{name}{form.name_end}\n" if form.begin else f"{form.openings[0]}{name}\n"
+    tail = f"{form.end}\n{form.closing}" if form.end else form.closing
+    return sequence(head, *fields, tail)
+
+
+def _field(schema: Any, end: str) -> Expression:
+    """A value: JSON, but a text as it is."""
+    if kinds_of(schema, schema) != {"string"}:
+        return _schema(json.dumps(schema))
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return without(_ANY, _with([end]), "a text") if listed is None else either([text(one) for one in listed])
 
 
 def _expression(kind: str, source: str) -> Expression:

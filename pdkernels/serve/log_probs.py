@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdkernels.decoding import LogProbs
@@ -30,7 +30,9 @@ def shown(token: bytes, prefix: str = "") -> str:
         return prefix + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def entries(chat: bool, tokenizer: Any, ids: list[int], text: str, found: LogProbs) -> dict[str, Any]:
+def entries(
+    chat: bool, tokenizer: Any, ids: list[int], text: str, found: LogProbs, marks: Mapping[int, str] = {}
+) -> dict[str, Any]:
     """The field `logprobs` of a choice: of the tokens of its text, without an end token and what a stop string has cut
     off.
 
@@ -39,9 +41,10 @@ def entries(chat: bool, tokenizer: Any, ids: list[int], text: str, found: LogPro
         tokenizer: says what tokens write.
         ids: all tokens of the answer, which `found` is about.
         text: of the answer, without a prompt.
+        marks: what special tokens are in the text.
     """
     bytes_of = written(tokenizer)
-    tokens = [bytes_of(token) for token in ids]
+    tokens = [marks[token].encode() if token in marks else bytes_of(token) for token in ids]
     if tokens and getattr(tokenizer, "skips_first_space", False) and not text.startswith(" "):
         tokens[0] = tokens[0].removeprefix(b" ")
     decoder = codecs.getincrementaldecoder("utf-8")("ignore")

@@ -91,6 +91,11 @@ class Settings(Sampling):  # type: ignore[misc]
     positions in any order."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which an answer ends with what it has."""
+    ignore_eos: bool = False
+    """Whether the model's end tokens are tokens like others."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """So many tokens at the end of a prompt are kept; -1: as many as are taken here."""
+    priority: Literal[0] = 0
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -157,6 +162,14 @@ class ChatRequest(Settings):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: _json_type(SETTINGS["logprobs"]) | None = None  # type: ignore[valid-type]
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """For templates that know it."""
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    """Tokens of a thought, after which it is closed."""
+    separate_reasoning: bool = True
+    """Whether a thought comes apart from the text; else it is part of it, with its tags."""
+    include_reasoning: bool = True
+    """Whether a thought that comes apart comes at all."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as `enable_thinking`."""
 

@@ -15,15 +15,26 @@ class ThoughtForm(NamedTuple):
 
     opening: str
     closing: str
+    answer: str = "\n\n"
+    """What leads from the closing tag to the answer."""
+    silent: tuple[str, ...] = ()
+    """Further tags of the model's format, which are part of no text."""
 
 
 THINK = ThoughtForm("<think>", "</think>")
+_CHANNELS = ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>")
+HARMONY = ThoughtForm(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    "<|start|>assistant<|channel|>final<|message|>",
+    (*_CHANNELS, "<|end|>", "<|return|>", "<|call|>"),
+)
 _FORMS = (
     THINK,
     ThoughtForm("[THINK]", "[/THINK]"),
     ThoughtForm("<seed:think>", "</seed:think>"),
-    ThoughtForm("<|channel|>analysis<|message|>", "<|end|>"),
-    ThoughtForm("<|channel>thought", "<channel|>"),
+    HARMONY,
+    ThoughtForm("<|channel>thought", "<channel|>", ""),
     ThoughtForm("◁think▷", "◁/think▷"),
     ThoughtForm("<|START_THINKING|>", "<|END_THINKING|>"),
     ThoughtForm("<thought>", "</thought>"),
@@ -37,7 +48,12 @@ def thoughts_of(template: str) -> tuple[ThoughtForm, ...]:
     >>> [form.opening for form in thoughts_of("{{ '[THINK]' }}")], [form.opening for form in thoughts_of("")]
     (['[THINK]'], ['<think>'])
     """
-    named = tuple(form for form in _FORMS if form.opening in template or form.closing in template)
+    channels = "<|channel|>" in template and "analysis" in template  # which a template puts together
+    named = tuple(
+        form
+        for form in _FORMS
+        if (channels if form is HARMONY else form.opening in template or form.closing in template)
+    )
     return named or (THINK,)
 
 
@@ -47,8 +63,8 @@ def opened(forms: Sequence[ThoughtForm], prompt: str, continued: Any = None) -> 
 
     >>> opened([THINK], "<|im_start|>assistant\\n<think>\\n").closing
     '</think>'
-    >>> opened([THINK], "..", "<think>So far"), opened([THINK], "<think></think>\\n")
-    (ThoughtForm(opening='<think>', closing='</think>'), None)
+    >>> opened([THINK], "..", "<think>So far").opening, opened([THINK], "<think></think>\\n")
+    ('<think>', None)
     """
     text = continued if isinstance(continued, str) else ""
     for form in forms:

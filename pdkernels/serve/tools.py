@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from pdkernels.serve.calls import PLAIN, CallForm, CallParser, form_of
+from pdkernels.serve.calls import PLAIN, CallForm, form_of, several
 from pdkernels.serve.errors import Refused, shown
+from pdkernels.serve.parser import AnswerParser
 from pdkernels.serve.schema import ChatRequest
+from pdkernels.serve.tagged import TaggedForm
 from pdkernels.serve.thoughts import ThoughtForm, opened, thoughts_of
+
+_LOG = logging.getLogger("pdkernels.serve")
+_PARTS = re.compile(r"<[^<>]+>|\[/?[A-Z_]+\]|◁[^▷]+▷")
 
 
 @dataclass(frozen=True)
@@ -16,15 +25,12 @@ class Calling:
     """What a request says of calls.
 
     Attributes:
-        form: of the model's calls; `PLAIN` where it is not known.
+        form: of the model's calls; `PLAIN` where it is not known, or cannot be forced.
         tools: the parameters of those that may be called, JSON schemas, by their names.
         choice: as the request has it.
         forced: whether the answer must be a call.
         strict: whether calls that the model chooses must follow the schemas.
         single: whether an answer has one call at most.
-        thoughts: forms of thoughts, in which calls do not count. None where the grammar has an answer begin with a call
-            or a form.
-        thought: the form of the one in which the answer begins.
     """
 
     form: CallForm
@@ -33,35 +39,83 @@ class Calling:
     forced: bool
     strict: bool
     single: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a chat's answer may hold.
+
+    Attributes:
+        calling: None: no calls.
+        thoughts: forms of thoughts that the answer may have. None where a grammar has it begin with a call or a form.
+        thought: the form of the one in which it begins.
+        split: whether thoughts come apart from the text.
+    """
+
+    calling: Calling | None
     thoughts: tuple[ThoughtForm, ...] = ()
     thought: ThoughtForm | None = None
-
-    def after(self, tokenizer: Any, prompt: list[int], continued: Any) -> Calling:
-        """The same, after a prompt that may have opened a thought. `continued`: the text that the answer continues, if
-        it does."""
-        decode = getattr(tokenizer, "decode_all", tokenizer.decode)  # tags may be special tokens
-        return replace(self, thought=opened(self.thoughts, decode(prompt[-64:]), continued)) if self.thoughts else self
+    split: bool = True
 
     def marks(self, tokenizer: Any) -> dict[int, str]:
-        """The tags of thoughts that are special tokens, which texts leave out, by their ids."""
-        id_of = getattr(tokenizer, "id_of", lambda tag: None)
-        tags = {id_of(tag): tag for form in self.thoughts for tag in form}
-        return {number: tag for number, tag in tags.items() if number is not None and not tokenizer.decode([number])}
+        """The tags that are special tokens, which texts leave out, by their ids."""
+        tags = [tag for form in self.thoughts for tag in (form.opening, form.closing, *form.silent)]
+        if self.thought is not None:
+            tags.append(self.thought.closing)
+        if self.calling is not None and isinstance(self.calling.form, TaggedForm):
+            tags += self.calling.form.tags
+        return special_tags(tokenizer, tags)
 
-    def parser(self) -> CallParser | None:
-        """What finds the calls of an answer; None: they stay in its text."""
-        if self.form is PLAIN and not self.forced:
-            return None
-        # A text that must be one call ends after it.
-        most = 1 if self.single and not self.forced else None
-        return CallParser(self.form, list(self.tools), most, self.thoughts, self.thought)
+    def parser(self) -> AnswerParser:
+        """What reads the answer."""
+        calling, most = self.calling, None
+        form = None if calling is None or (calling.form is PLAIN and not calling.forced) else calling.form
+        if calling is not None and calling.single and not calling.forced:  # a text that must be one call ends after it
+            most = 1
+        return AnswerParser(form, calling.tools if calling else {}, most, self.thoughts, self.thought, self.split)
 
 
-def asked_calls(body: ChatRequest, template: Any) -> Calling | None:
+def special_tags(tokenizer: Any, tags: Iterable[str]) -> dict[int, str]:
+    """The special tokens in these tags that texts leave out, by their ids."""
+    id_of = getattr(tokenizer, "id_of", lambda tag: None)
+    parts = {part for tag in tags for part in (tag, *_PARTS.findall(tag))}
+    ids = {id_of(part): part for part in parts}
+    return {number: part for number, part in ids.items() if number is not None and not tokenizer.decode([number])}
+
+
+def asked_reading(
+    body: ChatRequest, calling: Calling | None, source: str, tokenizer: Any, prompt: list[int]
+) -> Reading:
+    """What the answer to a prompt may hold.
+
+    Args:
+        body: the request.
+        calling: what it says of calls.
+        source: of the template.
+        tokenizer: of the model.
+        prompt: which may have opened a thought.
+    """
+    if body.calls_in_thoughts:
+        return Reading(calling)
+    forms, variables = thoughts_of(source), body.chat_template_kwargs or {}
+    continued = body.messages[-1].get("content") if variables.get("continue_final_message") else None
+    decode = getattr(tokenizer, "decode_all", tokenizer.decode)  # tags may be special tokens
+    thought = opened(forms, decode(prompt[-64:]), continued)
+    formed = body.response_format is not None and body.response_format.type != "text"
+    if (calling and calling.forced) or formed or body.regex is not None or body.choice is not None:
+        if thought is not None and special_tags(tokenizer, [thought.closing]):
+            thought = None  # no text can close it
+        forms = ()
+    return Reading(calling, forms, thought, body.separate_reasoning)
+
+
+def asked_calls(body: ChatRequest, source: str, tokenizer: Any) -> Calling | None:
     """The calls that a chat may have; None: none.
 
     Args:
-        template: the tokenizer's.
+        body: the request.
+        source: of the template.
+        tokenizer: of the model.
 
     Raises:
         Refused: tools that this template does not show to the model, unless a call is forced; a choice of what is no
@@ -77,7 +131,6 @@ def asked_calls(body: ChatRequest, template: Any) -> Calling | None:
         raise Refused("tools must have different names", 400, "tools")
     if choice == "none":
         return None
-    source = source_of(template, body)
     form = form_of(source)
     forced, strict = choice != "auto", any(tool.function.strict for tool in body.tools)
     if "tools" not in source and not forced:
@@ -88,12 +141,25 @@ def asked_calls(body: ChatRequest, template: Any) -> Calling | None:
         if name not in tools:
             raise Refused(f"tool_choice: there is no tool {shown(name)}", 400, "tool_choice")
         tools = {name: tools[name]}
-    form = form or PLAIN
-    single = isinstance(choice, dict) or body.parallel_tool_calls is False or not form.several
-    formed = body.response_format is not None and body.response_format.type != "text"
-    at_once = forced or formed or body.regex is not None or body.choice is not None
-    thoughts = () if at_once or body.calls_in_thoughts else thoughts_of(source)
-    return Calling(form, tools, choice, forced, strict, single, thoughts)
+    if form is None:
+        _tell_unknown(source)
+        form = PLAIN
+    strictly = forced or strict or body.response_format is not None
+    if isinstance(form, TaggedForm) and strictly and not writable(form, tokenizer):
+        form = PLAIN
+    single = isinstance(choice, dict) or body.parallel_tool_calls is False or not several(form)
+    return Calling(form, tools, choice, forced, strict, single)
+
+
+def writable(form: TaggedForm, tokenizer: Any) -> bool:
+    """Whether a grammar can have the model write the form: its tags are text."""
+    return form.arguments != "literals" and not special_tags(tokenizer, form.tags)
+
+
+@lru_cache(maxsize=64)
+def _tell_unknown(source: str) -> None:
+    """Once for each template."""
+    _LOG.warning("the form in which the chat template writes calls of tools is not known here: they stay in the text")
 
 
 def source_of(template: Any, body: ChatRequest) -> str:

@@ -12,8 +12,10 @@ import torch
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, from_callable
 from pdkernels.models.text.chat import ChatTemplate
-from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, PLAIN, CallDelta, CallForm, CallParser, form_of, joined
+from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, PLAIN, JsonForm, form_of, joined
 from pdkernels.serve.messages import plain
+from pdkernels.serve.parser import AnswerParser
+from pdkernels.serve.tagged import QWEN_CODER, CallDelta
 from tests.serve.clients import Chatting, client_of
 from tests.support.chat_templates import GEMMA, LLAMA31, QWEN3, SMOLLM2
 
@@ -39,9 +41,9 @@ VALUES: list[Any] = [
 ]
 
 
-def read(form: CallForm, text: str, chance: random.Random | None = None, most: int | None = None) -> tuple[str, Any]:
+def read(form: JsonForm, text: str, chance: random.Random | None = None, most: int | None = None) -> tuple[str, Any]:
     """The text without its calls, and the calls, read in one piece or in random ones."""
-    parser, news, at = CallParser(form, ["get", "set"], most), list[Any](), 0
+    parser, news, at = AnswerParser(form, {"get": {}, "set": {}}, most), list[Any](), 0
     while at < len(text):
         size = len(text) if chance is None else chance.randint(1, 5)
         news, at = news + parser.feed(text[at : at + size]), at + size
@@ -53,7 +55,8 @@ def read(form: CallForm, text: str, chance: random.Random | None = None, most: i
 
 def test_the_form_of_a_templates_calls() -> None:
     assert {name: form_of(source) for name, (source, _) in FORMS.items()} == {k: form for k, (_, form) in FORMS.items()}
-    assert [form_of(source) for source in (XML, SMOLLM2, GEMMA, "[TOOL_CALLS]name[ARGS]{}")] == [None] * 4
+    assert form_of(XML) is QWEN_CODER
+    assert [form_of(source) for source in (SMOLLM2, GEMMA, "[TOOL_CALLS]name[ARGS]{}")] == [None] * 3
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -111,7 +114,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
-def test_texts_that_are_calls_in_part(form: CallForm, text: str, content: str, calls: Any) -> None:
+def test_texts_that_are_calls_in_part(form: JsonForm, text: str, content: str, calls: Any) -> None:
     assert read(form, text) == (content, calls)
     for seed in range(10):
         assert read(form, text, random.Random(seed)) == (content, calls)

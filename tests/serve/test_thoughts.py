@@ -12,9 +12,11 @@ import torch
 import pdkernels as pd
 from pdkernels.models.text.chat import ChatTemplate
 from pdkernels.models.text.tokenizers import JsonTokenizer
-from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, CallDelta, CallForm, CallParser, joined
+from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, JsonForm, joined
 from pdkernels.serve.forms import _calls
 from pdkernels.serve.messages import plain
+from pdkernels.serve.parser import AnswerParser, Thought
+from pdkernels.serve.tagged import CallDelta
 from pdkernels.serve.thoughts import _FORMS, THINK, ThoughtForm, opened, thoughts_of
 from tests.serve.clients import client_of
 from tests.serve.test_calls import ASKED, CLOCK, WEATHER, served, shorter
@@ -27,9 +29,9 @@ pytest.importorskip("openai")
 
 
 def read(
-    form: CallForm, text: str, thought: ThoughtForm | None, chance: random.Random | None = None, **options: Any
-) -> tuple[str, list[tuple[str, str]], CallParser]:
-    parser, news, at = CallParser(form, ["get", "set"], None, _FORMS, thought), list[Any](), 0
+    form: JsonForm, text: str, thought: ThoughtForm | None, chance: random.Random | None = None
+) -> tuple[str, list[tuple[str, str]], AnswerParser]:
+    parser, news, at = AnswerParser(form, {"get": {}, "set": {}}, None, _FORMS, thought, split=False), list[Any](), 0
     while at < len(text):
         size = len(text) if chance is None else chance.randint(1, 5)
         news, at = news + parser.feed(text[at : at + size]), at + size
@@ -69,7 +71,7 @@ def test_which_thoughts_a_template_and_a_prompt_have() -> None:
     assert opened((THINK,), "", "<think>a</think> b") is None
 
 
-MORE: list[tuple[CallForm, str, str, list[Any], bool]] = [
+MORE: list[tuple[JsonForm, str, str, list[Any], bool]] = [
     (HERMES, '<tool_call>{"name": "get", "arguments": {}}\n{"name": "set", "arguments": {"k": 1}}\n</tool_call> x', " x", [("get", "{}"), ("set", '{"k": 1}')], False),
     (HERMES, '<tool_call>{"name": "get"}{"name": "get"}</tool_call>', "", [("get", "{}")] * 2, False),
     (HERMES, '<tool_call>{"name": "get", "arguments": {}}{"a": 1}</tool_call>', '{"a": 1}</tool_call>', [("get", "{}")], False),
@@ -88,46 +90,62 @@ MORE: list[tuple[CallForm, str, str, list[Any], bool]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls", "half"), MORE)
-def test_calls_as_models_write_them(form: CallForm, text: str, content: str, calls: Any, half: bool) -> None:
+def test_calls_as_models_write_them(form: JsonForm, text: str, content: str, calls: Any, half: bool) -> None:
     for chance in (None, *map(random.Random, range(10))):
         found = read(form, text, None, chance)
         assert (*found[:2], found[2].unfinished) == (content, calls, half)
 
 
 def ask(client: Any, stream: bool = False, **more: Any) -> tuple[Any, list[Any], str]:
-    """The content, the calls, and the finish reason."""
+    """The content, after the thought in double brackets if there is one; the calls, and the finish reason."""
     options: Any = {"model": "tiny", "messages": ASKED, "max_tokens": 180, "temperature": 0, "tools": [WEATHER, CLOCK]}
     answer = client.chat.completions.create(**options | more, stream=stream)
     if not stream:
         choice = answer.choices[0]
         calls = [(one.function.name, one.function.arguments) for one in choice.message.tool_calls or []]
-        return choice.message.content, calls, choice.finish_reason
+        return shown(thought_in(choice.message), choice.message.content), calls, choice.finish_reason
     choices = [piece.choices[0] for piece in answer]
     pieces = [one for choice in choices for one in choice.delta.tool_calls or []]
     names = [one.function.name for one in pieces if one.id]
     texts = ["".join(one.function.arguments for one in pieces if one.index == number) for number in range(len(names))]
     content = "".join(choice.delta.content or "" for choice in choices)
-    return content or None, list(zip(names, texts, strict=True)), choices[-1].finish_reason
+    thought = "".join(thought_in(choice.delta) for choice in choices)
+    return shown(thought, content or None), list(zip(names, texts, strict=True)), choices[-1].finish_reason
+
+
+def thought_in(message: Any) -> str:
+    """By both names."""
+    thought = getattr(message, "reasoning_content", "")
+    assert getattr(message, "reasoning", "") == thought
+    return str(thought)
+
+
+def shown(thought: str, content: str | None) -> str | None:
+    return f"[[{thought}]]{content or ''}" if thought else content
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_call_drafted_in_a_thought_is_no_call(serve: Any, stream: bool) -> None:
     said = f"I could {CALL} but no.\n</think>\n\nSure?"
     client, _ = served(serve, OPEN, "x" * 7 + said)
-    assert ask(client, stream) == (said, [], "stop")
+    thought = f"I could {CALL} but no."
+    assert ask(client, stream) == (f"[[{thought}]]Sure?", [], "stop")
+    kept: Any = {"separate_reasoning": False}
+    assert ask(client, stream, extra_body=kept) == (said, [], "stop")
+    assert ask(client, stream, extra_body={"include_reasoning": False}) == ("Sure?", [], "stop")
     loose = ask(client, stream, extra_body={"calls_in_thoughts": True})
     assert loose[1:] == ([("set", '{"a": "<think>"}')], "tool_calls")
     assert "<tool_call>" in ask(client, stream, max_tokens=90)[0]  # a thought that never ends
     client, _ = served(serve, OPEN, f"{'x' * 7}Yes.</think>\n{CALL}")
-    assert ask(client, stream) == ("Yes.</think>", [("set", '{"a": "<think>"}')], "tool_calls")
-    # A call that must come has a grammar, by which no thought precedes it.
+    assert ask(client, stream) == ("[[Yes.]]", [("set", '{"a": "<think>"}')], "tool_calls")
+    # A call that must come does so after the thought that the prompt has opened.
     content, calls, reason = ask(client, stream, tool_choice="required", parallel_tool_calls=False)
-    assert content is None and len(calls) == 1 and reason == "tool_calls"
+    assert content == "[[Yes.]]" and len(calls) == 1 and reason == "tool_calls"
     # Where the request continues a thought, too.
     client, _ = served(serve, shorter(QWEN3), "x" * 13 + f"but {CALL}")
     asked = [*ASKED, {"role": "assistant", "content": "<think>Maybe "}]
     more: Any = {"chat_template_kwargs": {"continue_final_message": True}}
-    assert ask(client, stream, messages=asked, extra_body=more) == (f"but {CALL}", [], "stop")
+    assert ask(client, stream, messages=asked, extra_body=more) == (f"[[but {CALL}]]", [], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -144,7 +162,7 @@ def test_a_strict_call_comes_after_the_thought(serve: Any) -> None:
     for template, tag in ((OPEN, ""), (shorter(QWEN3), "<think>")):
         client, _ = served(serve, template, f"{'' if tag else 'x' * 7}{tag}{CALL}</think>\n\n{call}")
         content, calls, reason = ask(client, tools=[strict])
-        assert content == f"{tag}{CALL}</think>" and reason == "tool_calls"
+        assert content == f"[[{CALL}]]" and reason == "tool_calls"
         assert [json.loads(arguments) for _, arguments in calls] == [{"city": "Rome", "days": 3}]
 
 
@@ -168,7 +186,7 @@ def test_tags_that_are_special_tokens(serve: Any) -> None:
     address, _ = serve(model=model, engine={"max_new_tokens": 200, "max_prompt_tokens": 199})
     for stream in (False, True):
         content, calls, reason = ask(client_of(address), stream)
-        assert (content, calls, reason) == (f"{CALL} ü", [("set", '{"a": "<think>"}')], "tool_calls")
+        assert (content, calls, reason) == (f"[[{CALL}]]ü", [("set", '{"a": "<think>"}')], "tool_calls")
 
 
 @pytest.mark.parametrize("name", JOINED)
@@ -186,7 +204,7 @@ def test_a_chat_goes_on_after_a_call_where_templates_join_arguments_as_text(name
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
-def test_the_grammar_of_strict_calls_is_that_of_what_is_read(form: CallForm) -> None:
+def test_the_grammar_of_strict_calls_is_that_of_what_is_read(form: JsonForm) -> None:
     parameters = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}
     tools = (("set", json.dumps(parameters)),)
 

@@ -1,0 +1,265 @@
+"""From a body to requests of the engine."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from pdkernels.decoding import Grammar, find, sequence_seed
+from pdkernels.engine import Engine, Generation
+from pdkernels.generation.params import SamplingParams
+from pdkernels.serve.answers import Answer
+from pdkernels.serve.choices import Choice, Rest
+from pdkernels.serve.errors import Refused, in_http_words, shown
+from pdkernels.serve.forms import Asked, asked_grammar
+from pdkernels.serve.messages import plain
+from pdkernels.serve.options import MethodSettings
+from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
+from pdkernels.serve.tools import Reading, asked_calls, asked_reading, source_of
+
+
+class Draft(NamedTuple):
+    """A request that has been read, and waits for its grammar."""
+
+    kind: str
+    """"chat" or "text"."""
+    prompts: list[Any]
+    most: int | None
+    """New tokens of an answer; None: as many as there is room for."""
+    asked: Asked | None
+    """The form of its texts, to be compiled."""
+    reading: Reading | None = None
+    """What a chat's answer may hold."""
+    echo: bool = False
+
+
+class Frontend:
+    """An engine with the names and defaults of a server.
+
+    Args:
+        engine: runs the requests.
+        name: of the model, as clients name it.
+        method: where a request names none.
+        settings: of methods, where a request has none.
+        max_choices: of one request, over all its prompts.
+    """
+
+    def __init__(self, engine: Engine, name: str, method: str, settings: MethodSettings, max_choices: int) -> None:
+        self.engine, self.name, self.method = engine, name, method
+        self.settings, self._max_choices = settings, max_choices
+
+    def prepare(self, grammar: Grammar) -> int:
+        """Makes a grammar's automaton over the tokens, as requests will ask for it; returns the bytes of its automata,
+        about."""
+        ends, nbytes = tuple(self.engine.model.end_tokens), 1024 * grammar.automaton.states
+        if ends:
+            automaton = grammar.for_model(self.engine.model, ends)
+            nbytes += 8 * automaton.states * automaton.classes
+        return nbytes
+
+    def chat(self, body: ChatRequest) -> Draft:
+        """Reads a chat."""
+        tokenizer = self.engine.model.tokenizer
+        self._check_model(body)
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
+        for name in {"messages", "tools"} & (body.chat_template_kwargs or {}).keys():
+            raise Refused(f"chat_template_kwargs: {name!r} has a field of its own", 400, "chat_template_kwargs")
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise Refused("max_tokens and max_completion_tokens exclude each other", 400, "max_tokens")
+        if body.top_logprobs and not body.logprobs:
+            raise Refused("top_logprobs needs logprobs to be true", 400, "top_logprobs")
+        source = source_of(tokenizer.chat_template, body)
+        calling = asked_calls(body, source, tokenizer)
+        prompt = self.prompt(body, source)
+        reading = asked_reading(body, calling, source, tokenizer, prompt)
+        asked = asked_grammar(body, reading)
+        if body.thinking_token_budget is not None:
+            _check_budget(body, asked)
+        return Draft("chat", [prompt], body.max_completion_tokens or body.max_tokens, asked, reading)
+
+    def prompt(self, body: ChatRequest, source: str) -> list[int]:
+        """The tokens of a chat, up to the beginning of the answer, by the template with this source."""
+        tools = [tool.shown() for tool in body.tools or []] if body.tool_choice != "none" else []
+        variables = {
+            **_effort(body, source),
+            **(body.chat_template_kwargs or {}),
+            **({"tools": tools} if tools else {}),
+        }
+        try:
+            ids: list[int] = self.engine.model.tokenizer.encode_chat(plain(body.messages, source), **variables)
+        except (ValueError, TypeError) as error:
+            raise Refused(_template_words(str(error)), 400, "messages") from None
+        return ids
+
+    def completion(self, body: CompletionRequest) -> Draft:
+        """Reads a request with one prompt or several."""
+        self._check_model(body)
+        if body.best_of not in (None, body.n or 1):
+            raise Refused("best_of must be n: all choices are returned", 400, "best_of")
+        prompts: list[Any]
+        prompt = body.prompt
+        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        prompts = [prompt] if single else list(prompt)
+        if not all(prompts) or not prompts:
+            raise Refused("prompt must not be empty", 400, "prompt")
+        if body.echo and body.logprobs is not None:
+            fault = "logprobs with echo would be those of the prompt too, which are not computed"
+            raise Refused(fault, 400, "logprobs")
+        return Draft("text", prompts, body.max_tokens, asked_grammar(body), echo=body.echo)
+
+    def _check_model(self, body: Settings) -> None:
+        if body.model != self.name:
+            raise self.unknown(body.model)
+
+    def submit(self, body: Settings, draft: Draft, grammar: Grammar | None) -> Answer:
+        """Submits a request that has been read, with the grammar that it asks for."""
+        kind, prompts, most, _, reading, echo = draft
+        method = find(body.method or self.method)
+        params, options = self.settings.of_request(body, method)
+        count, seed, stops = params.n, cast(int, params.seed), params.stop_strings
+        if count * len(prompts) > self._max_choices:
+            fault = f"at most {self._max_choices} choices can be asked for at once, got {count * len(prompts)}"
+            raise Refused(fault, 400, "n")
+        if body.provisional and not body.stream:
+            raise Refused("provisional text comes in a stream", 400, "provisional")
+        params = params.replace(n=1, grammar=grammar)
+        ends = () if body.ignore_eos else tuple(self.engine.model.end_tokens)
+        if body.ignore_eos or "end_tokens" in body.settings():  # beside the model's, as vLLM has it
+            params = params.replace(end_tokens=tuple(dict.fromkeys((*ends, *(params.end_tokens or ())))))
+        choices, tokenizer = list[Choice](), self.engine.model.tokenizer
+        if tokenizer is None:
+            raise Refused("this model has no tokenizer, and what it writes is no text", 400, "model")
+        limit_field = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
+        run = partial(self.engine.submit, method=method, provisional=body.provisional, **options)
+        try:
+            for prompt in prompts:
+                text, ids = "", prompt
+                if isinstance(prompt, str):
+                    text, ids = prompt, tokenizer.encode(prompt)
+                elif echo:
+                    text = tokenizer.decode(prompt)
+                ids = self._truncated(ids, body.truncate_prompt_tokens)
+                limit = self.limit(kind, len(ids), most, limit_field)
+                for number in range(count):
+                    own = params.replace(max_new_tokens=limit, seed=sequence_seed(seed, number) if count > 1 else seed)
+                    if reading is None:
+                        handle = run(ids, params=own, timeout=body.timeout)
+                        choices.append(Choice(handle, tokenizer, stops, before=text if echo else ""))
+                    else:
+                        choices.append(self._chatting(body, reading, run, ids, own, stops))
+        except BaseException:
+            for choice in choices:
+                choice.cancel()
+            raise
+        return Answer(kind, self.name, choices, len(prompts), getattr(body, "include_reasoning", True))
+
+    def _truncated(self, ids: list[int], most: int | None) -> list[int]:
+        if most is None:
+            return ids
+        return ids[-(self.engine.max_prompt_tokens if most == -1 else most) :] if most else ids[:0]
+
+    def _chatting(
+        self,
+        body: Any,
+        reading: Reading,
+        run: Callable[..., Generation],
+        ids: list[int],
+        params: SamplingParams,
+        stops: Sequence[str],
+    ) -> Choice:
+        """An answer of a chat. A budget of its thought ends a first generation; a second one goes on, whose prompt has
+        all tokens so far, so that their K and V are known: no hook runs, and no request waits for another batch."""
+        tokenizer, begun = self.engine.model.tokenizer, time.monotonic()
+        parts: dict[str, Any] = {"parser": reading.parser(), "marks": reading.marks(tokenizer)}
+        forms, budget = (reading.thought, *reading.thoughts), getattr(body, "thinking_token_budget", None)
+        form = next((one for one in forms if one is not None), None)
+        if form is None or budget is None:
+            return Choice(run(ids, params=params, timeout=body.timeout), tokenizer, stops, **parts)
+        opening = 0 if reading.thought else len(_encoded(tokenizer, form.opening))
+        closing, limit = _encoded(tokenizer, form.closing + form.answer), params.max_new_tokens
+        if len(ids) + budget + opening + len(closing) > self.engine.max_prompt_tokens:
+            fault = f"thinking_token_budget must leave room in {self.engine.max_prompt_tokens} tokens, of which the prompt takes {len(ids)}"
+            raise Refused(fault, 400, "thinking_token_budget")
+
+        def go_on(written: list[int], closes: bool) -> Rest:
+            forced = closing[: limit - len(written)] if closes else []
+            room = limit - len(written) - len(forced)
+            if room <= 0:
+                return Rest(None, len(forced))
+            least = max(0, params.min_new_tokens - len(written) - len(forced))
+            own = params.replace(max_new_tokens=room, min_new_tokens=least)
+            left = None if body.timeout is None else max(1e-3, body.timeout - (time.monotonic() - begun))
+            return Rest(run([*ids, *written, *forced], params=own, timeout=left), len(forced))
+
+        if budget + opening == 0:
+            parts["parser"] = replace(reading, thought=None).parser()
+            return Choice(run([*ids, *closing], params=params, timeout=body.timeout), tokenizer, stops, **parts)
+        first = params.replace(max_new_tokens=min(limit, budget + opening))
+        parts |= {"closing": form.closing + form.answer, "go_on": go_on if limit > budget + opening else None}
+        return Choice(run(ids, params=first, timeout=body.timeout), tokenizer, stops, **parts)
+
+    def unknown(self, model: str) -> Refused:
+        """Says which model is served here."""
+        fault = f"the model {shown(model)} is not served here; {self.name!r} is"
+        return Refused(fault, 404, "model", "model_not_found")
+
+    def limit(self, kind: str, prompt: int, most: int | None, asked: str = "max_tokens") -> int:
+        """New tokens of an answer to so many: `most`, for which the request has the field `asked`, or what there is
+        room for."""
+        engine, code, field = self.engine, "context_length_exceeded", "messages" if kind == "chat" else "prompt"
+        if prompt > engine.max_prompt_tokens:
+            fault = f"the prompt has {prompt} tokens; at most {engine.max_prompt_tokens} are taken here"
+            raise Refused(fault, 400, field, code)
+        positions = getattr(engine.model.config, "max_positions", None)
+        room = engine.max_new_tokens if positions is None else min(engine.max_new_tokens, positions - prompt)
+        if most is not None and most > engine.max_new_tokens:
+            raise Refused(f"{asked} must be at most {engine.max_new_tokens} here, got {shown(most)}", 400, asked)
+        if room < (most or 1):
+            fault = f"the model takes {positions} tokens; the prompt has {prompt}, and {most or 1} more are asked for"
+            raise Refused(fault, 400, field, code)
+        return most or room
+
+
+def _template_words(text: str) -> str:
+    """What a template says of the messages, without Jinja's name for it."""
+    match = re.search(r"must render the messages, got \w+ \((.*)\)\.?$", text)
+    return f"the chat template does not take these messages: {match[1]}" if match else in_http_words(text)
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text in the middle of another."""
+    plain_only = getattr(tokenizer, "bos_token_id", None) is None
+    ids: list[int] = tokenizer.encode(text) if plain_only else tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def _effort(body: ChatRequest, source: str) -> dict[str, Any]:
+    """The template's variables for `reasoning_effort`."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    if effort == "none" and "enable_thinking" in source:
+        return {"enable_thinking": False}
+    if "reasoning_effort" not in source:
+        words = "the chat template of this model does not know reasoning_effort"
+        remedy = "; chat_template_kwargs has enable_thinking" if "enable_thinking" in source else ""
+        raise Refused(words + remedy, 400, "reasoning_effort")
+    return {"reasoning_effort": effort}
+
+
+def _check_budget(body: ChatRequest, asked: Asked | None) -> None:
+    """Refuses what would count from the beginning of the answer, which has two parts."""
+    fields = [
+        name
+        for name in ("presence_penalty", "frequency_penalty", "forced_tokens", "begin_suppress_tokens", "logprobs")
+        if getattr(body, name)
+    ]
+    if asked is not None:
+        fields = ["response_format" if asked.content else "tool_choice", *fields]
+    if fields:
+        raise Refused(f"thinking_token_budget and {fields[0]} exclude each other", 400, "thinking_token_budget")
