@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -175,7 +174,8 @@ class Frontend:
         """An answer of a chat. A budget of its thought ends a first generation; a second one goes on, whose prompt has
         all tokens so far, so that their K and V are known: no hook runs, and no request waits for another batch."""
         tokenizer, begun = self.engine.model.tokenizer, time.monotonic()
-        parts: dict[str, Any] = {"parser": reading.parser(), "marks": reading.marks(tokenizer)}
+        marks = reading.marks(tokenizer)
+        parts: dict[str, Any] = {"parser": reading.parser(marks.values()), "marks": marks}
         forms, budget = (reading.thought, *reading.thoughts), getattr(body, "thinking_token_budget", None)
         form = next((one for one in forms if one is not None), None)
         if form is None or budget is None:
@@ -197,7 +197,7 @@ class Frontend:
             return Rest(run([*ids, *written, *forced], params=own, timeout=left), len(forced))
 
         if budget + opening == 0:
-            parts["parser"] = replace(reading, thought=None).parser()
+            parts["parser"].feed(form.closing)
             return Choice(run([*ids, *closing], params=params, timeout=body.timeout), tokenizer, stops, **parts)
         first = params.replace(max_new_tokens=min(limit, budget + opening))
         parts |= {"closing": form.closing + form.answer, "go_on": go_on if limit > budget + opening else None}

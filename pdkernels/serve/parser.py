@@ -45,6 +45,7 @@ class AnswerParser:
         thoughts: Sequence[ThoughtForm] = (),
         thought: ThoughtForm | None = None,
         split: bool = True,
+        special: Collection[str] = (),
     ) -> None:
         """Args:
         form: of the calls; None: there are none.
@@ -54,8 +55,10 @@ class AnswerParser:
         thoughts: forms of thoughts.
         thought: the form of the one in which the text begins.
         split: whether thoughts come apart from the text; else they are part of it, with their tags.
+        special: opening tags of thoughts that are special tokens: what has begun before one is no call.
         """
         self._form, self._schemas, self._most, self._split = form, schemas, most, split
+        self._special = special
         self._thoughts = {one.opening: one.closing for one in thoughts}
         self._silent = [tag for one in thoughts for tag in one.silent] if split else []
         self._thought_end = thought.closing if thought else ""
@@ -156,7 +159,7 @@ class AnswerParser:
                 )
             return True
         before = buffer[: at if self._split else end]
-        self._pass(before if before.strip() or not self._split else "", news)
+        self._pass(before if before.strip() or self._written or not self._split else "", news)
         self._buffer = buffer[end:]
         if tag in self._thoughts:
             self._begins, self._thought_end, self._state = True, self._thoughts[tag], self._thought
@@ -244,6 +247,10 @@ class AnswerParser:
             news.append(CallDelta(self.count, self._id(), name, ""))
             self._scan, self._state = Scan(1), self._arguments
             return True
+        thoughts = [at for tag in self._special if (at := self._raw.find(tag)) >= 0]
+        if thoughts:
+            self._raw, self._buffer = self._raw[: min(thoughts)], self._raw[min(thoughts) :] + self._buffer
+            return self._fail(news)
         if not complete:
             return False
         call = read_json(self._object)

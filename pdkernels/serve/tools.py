@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -66,13 +66,15 @@ class Reading:
             tags += self.calling.form.tags
         return special_tags(tokenizer, tags)
 
-    def parser(self) -> AnswerParser:
-        """What reads the answer."""
+    def parser(self, tags: Collection[str] = ()) -> AnswerParser:
+        """What reads the answer. `tags`: those that are special tokens."""
         calling, most = self.calling, None
         form = None if calling is None or (calling.form is PLAIN and not calling.forced) else calling.form
         if calling is not None and calling.single and not calling.forced:  # a text that must be one call ends after it
             most = 1
-        return AnswerParser(form, calling.tools if calling else {}, most, self.thoughts, self.thought, self.split)
+        special = [one.opening for one in self.thoughts if one.opening in tags]
+        schemas = calling.tools if calling else {}
+        return AnswerParser(form, schemas, most, self.thoughts, self.thought, self.split, special)
 
 
 def special_tags(tokenizer: Any, tags: Iterable[str]) -> dict[int, str]:

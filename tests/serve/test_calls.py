@@ -332,7 +332,7 @@ REFUSED = [
     (QWEN3, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0", "tools.0"),
     (QWEN3, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "tools.0.function.name"),
     (QWEN3, {"tools": [CLOCK], "tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude each other", "tool_choice"),
-    ("{# tools #}", {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "not known here", "tools"),
+    ("{# tools #}", {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "a form that a grammar cannot write here", "tools"),
     (QWEN3, {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"disallow": "string"}}}], "tool_choice": "required"}, "the parameters of tool 'a'", "tools"),
     (SMOLLM2, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "no place for calls of tools", "messages.0.tool_calls"),
     (QWEN3, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "must have a name and arguments", "messages.0.tool_calls.0.function"),

@@ -243,10 +243,12 @@ def test_the_grammar_of_strict_calls_is_that_of_what_is_read(form: JsonForm) -> 
 )
 def test_a_thought_of_special_tokens_begins_wherever_it_stands(before: str) -> None:
     """Also behind a call without its closing tag, and behind what has begun as one."""
-    parser, calls = CallParser(HERMES, ["set"], None, [THINK]), int(before.startswith('<tool_call>\n{"name'))
-    news = [*parser.feed(before), *parser.mark("<think>"), *parser.feed(f"Or {CALL}?"), *parser.mark("</think>")]
+    parser = AnswerParser(HERMES, {"set": {}}, None, [THINK], special=["<think>"])
+    calls = int(before.startswith('<tool_call>\n{"name'))
+    news = [*parser.feed(before), *parser.feed("<think>"), *parser.feed(f"Or {CALL}?</think>")]
     assert parser.count == calls and not parser.unfinished
     news += [*parser.feed(f"So {CALL}"), *parser.flush()]
     assert parser.count == calls + 1
-    text = "".join(one for one in news if isinstance(one, str))
-    assert text.replace("\n", "") == f"{'' if calls else before}Or {CALL}?So".replace("\n", "")
+    assert "".join(one for one in news if isinstance(one, Thought)) == f"Or {CALL}?"
+    text = "".join(one for one in news if isinstance(one, str) and not isinstance(one, Thought))
+    assert text.replace("\n", "") == f"{'' if calls else before}So".replace("\n", "")

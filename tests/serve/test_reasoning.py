@@ -1,0 +1,95 @@
+"""Thoughts come apart from the text, and end where their budget does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pdkernels as pd
+from pdkernels.models import ByteTokenizer, from_callable
+from pdkernels.models.text.chat import ChatTemplate
+from tests.serve.clients import Chatting, client_of
+
+openai = pytest.importorskip("openai")
+ASKED: Any = [{"role": "user", "content": "Hi"}]
+CODE: Any = [{"role": "user", "content": "class Node:"}]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' }}"
+
+
+def speaking(said: str, template: str, positions: int = 400) -> Any:
+    """A model that writes a character of `said` at each position after a prompt of 2, whatever stands before it."""
+    table = 9 * torch.nn.functional.one_hot(torch.tensor([0, *said.encode(), *[256] * positions]), 257).float()
+    return from_callable(
+        lambda tokens: table[: tokens.shape[1]].expand(len(tokens), -1, -1),
+        vocab_size=257, end_tokens=[256], tokenizer=Chatting(ByteTokenizer(), template), max_positions=positions,
+    )  # fmt: skip
+
+
+def asked(client: Any, stream: bool = False, **more: Any) -> tuple[str, str, str, Any]:
+    """The thought, the content, the finish reason, and the usage."""
+    options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 60, "temperature": 0}
+    if not stream:
+        whole = client.chat.completions.create(**options | more)
+        choice = whole.choices[0]
+        thought = getattr(choice.message, "reasoning_content", "")
+        assert thought == getattr(choice.message, "reasoning", "")
+        return thought, choice.message.content, choice.finish_reason, whole.usage
+    pieces = list(
+        client.chat.completions.create(**options | more, stream=True, stream_options={"include_usage": True})
+    )
+    deltas = [piece.choices[0].delta for piece in pieces[:-1]]
+    thought = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+    assert thought == "".join(getattr(delta, "reasoning", "") for delta in deltas)
+    text = "".join(delta.content or "" for delta in deltas)
+    return thought, text, pieces[-2].choices[0].finish_reason, pieces[-1].usage
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("template", "said", "thought", "content"),
+    [
+        ("{{ messages[0].content }}", "<think>\nWell.\n</think>\n\nYes.", "Well.", "Yes."),
+        ("{{ messages[0].content }}", "Yes.", "", "Yes."),
+        ("{{ messages[0].content }}", "<think>Well. </th", "Well. </th", ""),
+        ("{{ messages[0].content }}{# [THINK] #}", "[THINK]a[/THINK]b", "a", "b"),
+        ("{{ messages[0].content }}{# [THINK] #}", "<think>a</think>b", "", "<think>a</think>b"),
+    ],
+)
+def test_a_thought_comes_apart(
+    serve: Any, stream: bool, template: str, said: str, thought: str, content: str
+) -> None:
+    """Each token is a character, so a tag falls into many pieces."""
+    address, _ = serve(model=speaking(said, template))
+    found = asked(client_of(address), stream)
+    assert found[:3] == (thought, content, "stop")
+    inside = len(said) - len(content) - 2 * ("\n\n" in said) - 6 if thought else 0  # without what only begins a tag
+    inside += not content  # the end token
+    assert found[3].completion_tokens_details.reasoning_tokens == inside
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_budget_closes_the_thought(serve: Any, stream: bool) -> None:
+    """The answer goes on after the tag as it does after a prompt that has it, with the same tokens."""
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer, TEMPLATE)
+    address, engine = serve(model=model)
+    client = client_of(address)
+
+    def text_after(written: str, most: int, **more: Any) -> str:
+        prompt = f"class Node:<think>{written}"
+        options: Any = {"model": "tiny", "prompt": prompt, "max_tokens": most, "temperature": 0, **more}
+        return str(client.completions.create(**options).choices[0].text)
+
+    for more in ({}, {"temperature": 0.9, "seed": 5}):
+        for budget in (0, 1, 7):
+            spent = text_after("", budget, **more) if budget else ""
+            after = text_after(f"{spent}</think>\n\n", 50 - budget - 10, **more)
+            extra: Any = {"thinking_token_budget": budget}
+            found = asked(client, stream, max_tokens=50 - 10 * (not budget), messages=CODE, extra_body=extra, **more)
+            assert (found[0], found[1]) == (spent.strip(), after.lstrip()) and found[2] == "length"
+            assert found[3].completion_tokens == 50 - 10 * (not budget)
+        without = asked(client, stream, max_tokens=20, messages=CODE, **more)[:3]
+        assert asked(client, stream, max_tokens=20, extra_body={"thinking_token_budget": 20}, messages=CODE, **more)[:3] == without
+    assert engine.metrics().batches <= 2 and "error" not in engine.metrics().finished
