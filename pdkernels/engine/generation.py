@@ -34,6 +34,8 @@ class Generation:
         self.joined: float | None = None
         self.first_token: float | None = None
         self.ended: float | None = None
+        self.reused = 0
+        """Tokens of the prompt whose K and V were known."""
         self.finish_reason: FinishReason | None = None
         """Why it ended; None while it has not, and after an error."""
         self._decoder = decoder

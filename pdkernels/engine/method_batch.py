@@ -228,6 +228,7 @@ class MethodBatch:
             return True
         if request.preempted is None:
             metrics.reused_tokens += length
+            request.handle.reused = length
         return True
 
     def _keep(self, memory: Memory, request: Request, text: list[int], row: int | None = None) -> None:

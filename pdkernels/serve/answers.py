@@ -140,7 +140,8 @@ class Answer:
         if self.chat:
             details["reasoning_tokens"] = sum(choice.thought_tokens for choice in self.choices)
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {**counts, "completion_tokens_details": details}
+        cached = {"cached_tokens": sum(choice.cached for choice in self.choices[: self._prompts])}
+        return {**counts, "prompt_tokens_details": cached, "completion_tokens_details": details}
 
 
 async def whole_choice(choice: Choice) -> tuple[str, str, list[dict[str, Any]]]:

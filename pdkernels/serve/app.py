@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -22,25 +22,27 @@ try:
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.middleware.cors import CORSMiddleware
-    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+    from pydantic import ValidationError
     from starlette.exceptions import HTTPException
 except ModuleNotFoundError as missing:
     words = "a server needs FastAPI and uvicorn"
     raise ImportError(sentence("serve", words, "Install them with `pip install fastapi uvicorn`.")) from missing
 
-from pdkernels.decoding import Grammar, available, find
+from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.compiling import GrammarPool
 from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure
-from pdkernels.serve.forms import Asked
-from pdkernels.serve.frontend import Draft, Frontend
+from pdkernels.serve.frontend import Frontend
 from pdkernels.serve.gate import Gate, log_failure
+from pdkernels.serve.messages_api import add_messages
 from pdkernels.serve.metrics import prometheus
 from pdkernels.serve.options import MethodSettings, placed
-from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest
-
-_POLL = 0.25  # seconds between looks for a client that has gone
+from pdkernels.serve.responses import add_responses
+from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest, Settings
+from pdkernels.serve.service import POLL, Service
+from pdkernels.serve.tokenizing import add_tokenizer
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def create_app(
     hosts: Sequence[str] = (),
     drafters: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/metrics`,
-    and a page at `/`.
+    """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`,
+    `/v1/tokenize`, `/v1/detokenize`, `/v1/models`, `/health`, `/metrics`, and a page at `/`.
 
     Args:
         engine: closed when the application ends.
@@ -125,7 +127,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
@@ -151,63 +153,30 @@ def create_app(
     for kind in (Refused, EngineFull, ValueError, TypeError, NotImplementedError, RuntimeError, HTTPException):
         app.add_exception_handler(kind, refused)
 
+    @app.exception_handler(ValidationError)  # of a chat that another route's body was translated into
     @app.exception_handler(RequestValidationError)
-    async def misformed(_request: Request, error: RequestValidationError) -> JSONResponse:
+    async def misformed(_request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
         text, parameter = invalid(error.errors())
         return JSONResponse(error_body(text, 400, parameter), 400)
 
-    async def compiled(request: Request, body: ChatRequest | CompletionRequest, form: Asked | None) -> Grammar | None:
-        """The grammar of a request, whose time this takes."""
-        begun = time.monotonic()
-        if form is None:
-            return None
-        making = asyncio.ensure_future(grammars.get(form, form.grammar, body.timeout))
-        try:
-            while not making.done():
-                await asyncio.wait([making], timeout=_POLL)
-                if not making.done() and await request.is_disconnected():
-                    raise Refused("the client has gone", 499)
-            if body.timeout is not None:
-                body.timeout = max(1e-3, body.timeout - (time.monotonic() - begun))
-            return making.result()
-        finally:
-            making.cancel()
-
-    async def answered(request: Request, answer: Answer, body: ChatRequest | CompletionRequest) -> Response:
-        if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(answer.events(with_usage), media_type="text/event-stream")
-        whole = asyncio.ensure_future(answer.whole())
-        try:
-            while not whole.done():
-                await asyncio.wait([whole], timeout=_POLL)
-                if not whole.done() and await request.is_disconnected():
-                    return Response(status_code=499)
-            return JSONResponse(whole.result())
-        finally:
-            answer.cancel()
-            whole.cancel()
-            with suppress(BaseException):
-                await whole
-
-    async def submitted(request: Request, body: ChatRequest | CompletionRequest, draft: Draft) -> Response:
-        grammar = await compiled(request, body, draft.asked)
-        return await answered(request, await asyncio.to_thread(front.submit, body, draft, grammar), body)
-
-    def bounded(body: ChatRequest | CompletionRequest) -> None:
-        if bounds.seconds is not None:
-            body.timeout = bounds.seconds if body.timeout is None else min(body.timeout, bounds.seconds)
+    service = Service(front, grammars, bounds.seconds)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        bounded(body)
-        # A template runs in a process of its own, for which this waits.
-        return await submitted(request, body, await asyncio.to_thread(front.chat, body))
+        return await answered(request, body, await service.chat(request, body))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        bounded(body)
-        return await submitted(request, body, front.completion(body))
+        return await answered(request, body, await service.completion(request, body))
+
+    async def answered(request: Request, body: Settings, answer: Answer) -> Response:
+        if body.stream:
+            return service.stream(answer.events(body.stream_options is not None and body.stream_options.include_usage))
+        return await service.whole(request, answer, answer.whole())
+
+    add_responses(app, service)
+    add_messages(app, service)
+    add_tokenizer(app, front)
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> dict[str, Any]:
@@ -247,7 +216,7 @@ def create_app(
         handle = await asyncio.to_thread(submit)
         try:
             while not handle.done:
-                await asyncio.sleep(_POLL / 5)
+                await asyncio.sleep(POLL / 5)
                 if await request.is_disconnected():
                     return Response(status_code=499)
         finally:

@@ -162,6 +162,16 @@ class Choice:
         return self._forced + sum(len(piece.ids) for piece in pieces), sum(piece.accepted for piece in pieces)
 
     @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has ended its text."""
+        return self._cut.found
+
+    @property
+    def cached(self) -> int:
+        """Tokens of its prompt whose K and V were known."""
+        return (self._ended or [self.handle])[0].reused
+
+    @property
     def reason(self) -> str:
         """OpenAI's name of why it ended; a time limit has none there."""
         reason, parser = self.handle.finish_reason or "stop", self._parser

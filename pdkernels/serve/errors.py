@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pdkernels.generation.params import ALIASES, SETTINGS
@@ -73,7 +74,11 @@ def error_body(message: str, status: int, parameter: str | None = None, code: st
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = None if parameter is None else clipped(parameter, 2 * _MAX_NAME)
     code = code or _CODES.get(status)
-    return {"error": {"message": clipped(message, _MAX_TEXT), "type": kind, "param": param, "code": code}}
+    # The outer field is Anthropic's.
+    return {
+        "type": "error",
+        "error": {"message": clipped(message, _MAX_TEXT), "type": kind, "param": param, "code": code},
+    }
 
 
 def of_failure(error: BaseException) -> tuple[str, int]:
@@ -83,6 +88,28 @@ def of_failure(error: BaseException) -> tuple[str, int]:
     if isinstance(error, RuntimeError) and "closed" in str(error):
         return "the server is stopping", 503
     return FAILED, 500
+
+
+@contextmanager
+def renamed(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a chat in which a request was translated, with the request's own fields.
+
+    >>> with renamed({"messages": "input"}):
+    ...     raise Refused("messages must be short", 400, "messages.0")
+    Traceback (most recent call last):
+        ...
+    pdkernels.serve.errors.Refused: input must be short
+    """
+    words = re.compile(rf"'[^']*'|\b(?:{'|'.join(fields)})\b")
+
+    def own(text: str) -> str:
+        return words.sub(lambda word: fields.get(word[0], word[0]), text)
+
+    try:
+        yield
+    except Refused as error:
+        parameter = None if error.parameter is None else own(error.parameter)
+        raise Refused(own(str(error)), error.status, parameter, error.code) from None
 
 
 def clipped(text: str, most: int) -> str:

@@ -62,17 +62,11 @@ class Frontend:
 
     def chat(self, body: ChatRequest) -> Draft:
         """Reads a chat."""
-        tokenizer = self.engine.model.tokenizer
-        self._check_model(body)
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
-        for name in {"messages", "tools"} & (body.chat_template_kwargs or {}).keys():
-            raise Refused(f"chat_template_kwargs: {name!r} has a field of its own", 400, "chat_template_kwargs")
+        tokenizer, source = self.engine.model.tokenizer, self._source(body)
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise Refused("max_tokens and max_completion_tokens exclude each other", 400, "max_tokens")
         if body.top_logprobs and not body.logprobs:
             raise Refused("top_logprobs needs logprobs to be true", 400, "top_logprobs")
-        source = source_of(tokenizer.chat_template, body)
         calling = asked_calls(body, source, tokenizer)
         prompt = self.prompt(body, source)
         reading = asked_reading(body, calling, source, tokenizer, prompt)
@@ -80,6 +74,20 @@ class Frontend:
         if body.thinking_token_budget is not None:
             _check_budget(body, asked)
         return Draft("chat", [prompt], body.max_completion_tokens or body.max_tokens, asked, reading)
+
+    def chat_tokens(self, body: ChatRequest) -> list[int]:
+        """The tokens of a chat's prompt."""
+        return self.prompt(body, self._source(body))
+
+    def _source(self, body: ChatRequest) -> str:
+        """The template of a chat."""
+        tokenizer = self.engine.model.tokenizer
+        self._check_model(body)
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
+        for name in {"messages", "tools"} & (body.chat_template_kwargs or {}).keys():
+            raise Refused(f"chat_template_kwargs: {name!r} has a field of its own", 400, "chat_template_kwargs")
+        return source_of(tokenizer.chat_template, body)
 
     def prompt(self, body: ChatRequest, source: str) -> list[int]:
         """The tokens of a chat, up to the beginning of the answer, by the template with this source."""

@@ -89,6 +89,8 @@ class Gate:
             self._check_origin(headers.get(b"origin", []), headers.get(b"host", []))
         if self._key is not None and scope["path"] not in _OPEN:
             scheme, _, key = " ".join(headers.get(b"authorization", [])).partition(" ")
+            if not key and b"x-api-key" in headers:  # Anthropic's clients
+                scheme, key = "bearer", headers[b"x-api-key"][-1]
             same = hmac.compare_digest(key.strip().encode("latin-1"), self._key.encode())
             if not (same and scheme.lower() == "bearer"):
                 words = "the API key is wrong" if key else "there is no API key: send Authorization: Bearer KEY"

@@ -25,7 +25,9 @@ _LONGEST = Field(max_length=4096)
 """Limit of lists and objects."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body, or a part of one, whose fields are all known here."""
+
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
@@ -35,7 +37,7 @@ class _Strict(BaseModel):
         return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """How a stream ends."""
 
     include_usage: bool = False
@@ -60,35 +62,30 @@ def _json_type(setting: Setting) -> Any:
 
 
 _FIELDS: dict[str, Any] = {s.wire: (_json_type(s) | None, None) for s in SETTINGS.values() if s.wire}
-Sampling: Any = create_model("Sampling", __base__=_Strict, **_FIELDS)
+Sampling: Any = create_model("Sampling", __base__=Strict, **_FIELDS)
 """The fields of settings: one for each that has a name on the wire."""
+_OF_CHOICES = ("max_tokens", "n", "logprobs", "stop", "stop_sequences")
+OneAnswer: Any = create_model(
+    "OneAnswer", __base__=Strict, **{k: v for k, v in _FIELDS.items() if k not in _OF_CHOICES}
+)
+"""The same for routes whose answers are one, with a name of their own for its length."""
 
 
-class Settings(Sampling):  # type: ignore[misc]
-    """Fields of both endpoints."""
+class Common(Strict):
+    """Fields of all routes that generate."""
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
     # These say who asks or what for, which changes no text, or ask for nothing.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Beyond OpenAI's: in its client they are passed by `extra_body`.
     method: str | None = None
     """The decoding method; None: the server's."""
     options: dict[str, Any] | None = None
     """Options of the method."""
-    regex: str | None = None
-    """A regular expression that the whole answer matches."""
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
-    """Texts of which the answer is one."""
-    provisional: bool = False
-    """Whether a stream also says what stands after its text so far, and may still change; of methods that fill
-    positions in any order."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which an answer ends with what it has."""
     ignore_eos: bool = False
@@ -96,6 +93,21 @@ class Settings(Sampling):  # type: ignore[misc]
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """So many tokens at the end of a prompt are kept; -1: as many as are taken here."""
     priority: Literal[0] = 0
+
+
+class Settings(Sampling, Common):  # type: ignore[misc]
+    """Fields of OpenAI's older endpoints."""
+
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    regex: str | None = None
+    """A regular expression that the whole answer matches."""
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    """Texts of which the answer is one."""
+    provisional: bool = False
+    """Whether a stream also says what stands after its text so far, and may still change; of methods that fill
+    positions in any order."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -118,14 +130,14 @@ class JsonSchema(BaseModel):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Function(_Strict):
+class Function(Strict):
     """A function that a model may call. Templates may show further fields of it."""
 
     model_config = ConfigDict(extra="allow")
@@ -135,7 +147,7 @@ class Function(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """A tool, which is a function."""
 
     type: Literal["function"]
@@ -208,7 +220,7 @@ class CompletionRequest(Settings):
             raise PydanticCustomError("prompt", words) from None
 
 
-class ReplayRequest(_Strict):
+class ReplayRequest(Strict):
     """The body of `/replay`: a page that shows a generation step by step."""
 
     prompt: Annotated[str, Field(min_length=1)]

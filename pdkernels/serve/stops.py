@@ -15,6 +15,8 @@ class StopCut:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held, self._over = tuple(stops), "", False
+        self.found: str | None = None
+        """The string that ended the text."""
 
     def feed(self, text: str) -> str:
         """What of the text so far is certain, and new."""
@@ -22,10 +24,11 @@ class StopCut:
             return ""
         self._held += text
         # The one that is complete first, whatever the pieces are.
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self._over = True
-            certain, self._held = self._held[: min(found)[1]], ""
+            _, at, self.found = min(found)
+            certain, self._held = self._held[:at], ""
             return certain
         longest = max(
             (

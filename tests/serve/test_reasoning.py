@@ -9,7 +9,6 @@ import torch
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, from_callable
-from pdkernels.models.text.chat import ChatTemplate
 from tests.serve.clients import Chatting, client_of
 
 openai = pytest.importorskip("openai")
@@ -36,9 +35,7 @@ def asked(client: Any, stream: bool = False, **more: Any) -> tuple[str, str, str
         thought = getattr(choice.message, "reasoning_content", "")
         assert thought == getattr(choice.message, "reasoning", "")
         return thought, choice.message.content, choice.finish_reason, whole.usage
-    pieces = list(
-        client.chat.completions.create(**options | more, stream=True, stream_options={"include_usage": True})
-    )
+    pieces = list(client.chat.completions.create(**options | more, stream=True, stream_options={"include_usage": True}))
     deltas = [piece.choices[0].delta for piece in pieces[:-1]]
     thought = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
     assert thought == "".join(getattr(delta, "reasoning", "") for delta in deltas)
@@ -57,9 +54,7 @@ def asked(client: Any, stream: bool = False, **more: Any) -> tuple[str, str, str
         ("{{ messages[0].content }}{# [THINK] #}", "<think>a</think>b", "", "<think>a</think>b"),
     ],
 )
-def test_a_thought_comes_apart(
-    serve: Any, stream: bool, template: str, said: str, thought: str, content: str
-) -> None:
+def test_a_thought_comes_apart(serve: Any, stream: bool, template: str, said: str, thought: str, content: str) -> None:
     """Each token is a character, so a tag falls into many pieces."""
     address, _ = serve(model=speaking(said, template))
     found = asked(client_of(address), stream)
@@ -91,5 +86,8 @@ def test_a_budget_closes_the_thought(serve: Any, stream: bool) -> None:
             assert (found[0], found[1]) == (spent.strip(), after.lstrip()) and found[2] == "length"
             assert found[3].completion_tokens == 50 - 10 * (not budget)
         without = asked(client, stream, max_tokens=20, messages=CODE, **more)[:3]
-        assert asked(client, stream, max_tokens=20, extra_body={"thinking_token_budget": 20}, messages=CODE, **more)[:3] == without
+        assert (
+            asked(client, stream, max_tokens=20, extra_body={"thinking_token_budget": 20}, messages=CODE, **more)[:3]
+            == without
+        )
     assert engine.metrics().batches <= 2 and "error" not in engine.metrics().finished

@@ -1,0 +1,286 @@
+"""Anthropic's `/v1/messages`: translated into a chat, and its answer back into content blocks and events.
+
+Source: docs.anthropic.com/en/api/messages and /messages-streaming, and the types of the `anthropic` client 2.14.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from pdkernels.serve.answers import Answer
+from pdkernels.serve.blocks import Block, Step, block_steps
+from pdkernels.serve.errors import Refused, error_body, of_failure, renamed, shown
+from pdkernels.serve.gate import log_failure
+from pdkernels.serve.schema import ChatRequest, Common, OneAnswer, Strict
+from pdkernels.serve.service import Service
+from pdkernels.serve.tagged import read_json
+
+_FIELDS = {
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""What fields of a chat are called here."""
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class _CacheControl(Strict):
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
+class _Tool(Strict):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] = "custom"
+    strict: bool | None = None
+    cache_control: _CacheControl | None = None
+
+
+class _ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class _Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """A thought that is shown comes whole."""
+
+
+class _Format(Strict):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class _OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _Format | None = None
+
+
+class _Metadata(Strict):
+    user_id: str | None = None
+
+
+class CountRequest(Strict):
+    """The body of `/v1/messages/count_tokens`."""
+
+    model: str
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    cache_control: _CacheControl | None = None
+    """It changes no text: what can be shared is."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self, **more: Any) -> ChatRequest:
+        """The same as a chat, with `more` fields."""
+        system = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
+        asked: dict[str, Any] = {"messages": [*system, *chat_messages(self.messages)], "model": self.model}
+        variables = dict(self.chat_template_kwargs or {})
+        if self.messages[-1].get("role") == "assistant":
+            variables["continue_final_message"] = True
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type != "disabled"
+            asked["thinking_token_budget"] = self.thinking.budget_tokens
+        if variables:
+            asked["chat_template_kwargs"] = variables
+        if self.tools:
+            asked["tools"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        **tool.model_dump(include={"name", "description", "strict"}, exclude_none=True),
+                        "parameters": tool.input_schema,
+                    },
+                }
+                for tool in self.tools
+            ]
+        if (choice := self.tool_choice) is not None:
+            named = {"type": "function", "function": {"name": choice.name or ""}}
+            words = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+            asked |= {"tool_choice": words[choice.type], "parallel_tool_calls": not choice.disable_parallel_tool_use}
+        if (output := self.output_config) is not None:
+            asked["reasoning_effort"] = output.effort
+            if output.format is not None:
+                schema = {"name": "output", "schema": output.format.schema_}
+                asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatRequest(**asked, **more)
+
+
+class MessagesRequest(CountRequest, OneAnswer, Common):  # type: ignore[misc]
+    """The body of `/v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None
+    ) = None
+    metadata: _Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
+
+    def chat(self, **more: Any) -> ChatRequest:
+        """The same as a chat."""
+        shared = ChatRequest.model_fields.keys() & OneAnswer.model_fields.keys() | Common.model_fields.keys()
+        asked = {name: getattr(self, name) for name in self.model_fields_set & shared - {"model", "service_tier"}}
+        if self.stop_sequences is not None:
+            asked["stop"] = self.stop_sequences
+        return super().chat(max_tokens=self.max_tokens, **asked, **more)
+
+
+def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of blocks as those of a chat: what tools have answered is a message each, before the text beside it.
+
+    >>> result = {"type": "tool_result", "tool_use_id": "c", "content": "rain"}
+    >>> chat_messages([{"role": "user", "content": [result]}])
+    [{'role': 'tool', 'tool_call_id': 'c', 'content': 'rain'}]
+
+    Raises:
+        Refused: blocks of a kind that is not known here.
+    """
+    found = list[dict[str, Any]]()
+    for place, message in enumerate(messages):
+        where, role, content = f"messages.{place}", message.get("role"), message.get("content")
+        if role not in ("user", "assistant"):
+            raise Refused(f"{where}.role must be 'user' or 'assistant', got {shown(role)}", 400, f"{where}.role")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+            raise Refused(f"{where}.content must be text or a list of blocks", 400, f"{where}.content")
+        made: dict[str, Any] = {"role": role, "content": ""}
+        for number, block in enumerate(blocks):
+            at, kind = f"{where}.content.{number}", block.get("type")
+            if kind == "text":
+                made["content"] += _text([block], at)
+            elif kind == "tool_result" and role == "user":
+                answer = _text(block.get("content") or "", f"{at}.content")
+                found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
+            elif kind == "thinking" and role == "assistant":
+                made["reasoning_content"] = made.get("reasoning_content", "") + str(block.get("thinking", ""))
+            elif kind == "tool_use" and role == "assistant":
+                function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+                call = {"id": block.get("id"), "type": "function", "function": function}
+                made.setdefault("tool_calls", []).append(call)
+            else:
+                raise Refused(f"{at}: a block of type {shown(kind)} is not supported here", 400, at)
+        if role == "assistant" or made["content"] or not blocks:
+            made["content"] = made["content"] or (None if made.get("tool_calls") else "")
+            found.append(made)
+    return found
+
+
+def _text(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = list[str]()
+    for block in content if isinstance(content, list) else [content]:
+        kind, text = (block.get("type"), block.get("text")) if isinstance(block, Mapping) else (None, None)
+        if kind != "text" or not isinstance(text, str):
+            raise Refused(f"{place}: a block of type {shown(kind)} is not supported; only text is", 400, place)
+        texts.append(text)
+    return "".join(texts)
+
+
+class _Writer:
+    """Writes the blocks of an answer, and the events of a stream."""
+
+    def __init__(self, body: MessagesRequest, answer: Answer) -> None:
+        self._answer, self._choice, self._content = answer, answer.choices[0], list[dict[str, Any]]()
+        self._steps = block_steps(self._choice, body.thinking is None or body.thinking.display != "omitted")
+        self._head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
+
+    async def whole(self) -> dict[str, Any]:
+        """The message."""
+        async for step, block, _ in self._steps:
+            if step == "end":
+                self._content.append(_whole(block))
+        return {**self._head, "content": self._content, **self._ending(), "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The events of a stream. Whoever stops reading cancels the answer."""
+        try:
+            none = {"content": [], "stop_reason": None, "stop_sequence": None}
+            start = {"input_tokens": len(self._choice.prompt), "output_tokens": 0}
+            yield _event("message_start", message={**self._head, **none, "usage": start})
+            async for step, block, piece in self._steps:
+                yield _block_event(step, block, piece)
+            yield _event("message_delta", delta=self._ending(), usage=self._usage())
+            yield _event("message_stop")
+        except Exception as error:
+            text, status = of_failure(error)
+            if status == 500:
+                log_failure("POST", "a stream", error)
+            yield _event("error", **error_body(text, status))
+        finally:
+            self._answer.cancel()
+
+    def _ending(self) -> dict[str, Any]:
+        reason, stop = self._choice.reason, self._choice.stopped_by
+        words = "stop_sequence" if reason == "stop" and stop is not None else _REASONS.get(reason, reason)
+        return {"stop_reason": words, "stop_sequence": stop if words == "stop_sequence" else None}
+
+    def _usage(self) -> dict[str, Any]:
+        usage, cached = self._answer.usage(), self._choice.cached
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self._choice.thought_tokens},
+        }
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({**fields, 'type': kind})}\n\n"
+
+
+def _block_event(step: Step, block: Block, piece: str) -> str:
+    if step == "begin":
+        return _event(
+            "content_block_start", index=block.number, content_block=_whole(Block(**{**vars(block), "text": ""}))
+        )
+    if step == "end":
+        return _event("content_block_stop", index=block.number)
+    kinds = {"thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
+    kind, word = kinds.get(block.kind, ("input_json_delta", "partial_json"))
+    return _event("content_block_delta", index=block.number, delta={"type": kind, word: piece})
+
+
+def _whole(block: Block) -> dict[str, Any]:
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    arguments = read_json(block.text)  # none of a call that was cut
+    given = arguments if isinstance(arguments, dict) else {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+
+
+def add_messages(app: FastAPI, service: Service) -> None:
+    """Adds the routes of messages to an application."""
+
+    @app.post("/v1/messages")
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        with renamed(_FIELDS):
+            answer = await service.chat(request, body.chat())
+        writer = _Writer(body, answer)
+        if body.stream:
+            return service.stream(writer.events())
+        return await service.whole(request, answer, writer.whole())
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(body: CountRequest) -> dict[str, int]:
+        with renamed(_FIELDS):
+            return {"input_tokens": len(await asyncio.to_thread(service.front.chat_tokens, body.chat()))}

@@ -1,0 +1,375 @@
+"""OpenAI's `/v1/responses`: translated into a chat, and its answer back into items and events.
+
+Source: platform.openai.com/docs/api-reference/responses, and the types of the `openai` client 3.57.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from pdkernels.serve.answers import Answer
+from pdkernels.serve.blocks import Block, Step, block_steps
+from pdkernels.serve.errors import Refused, of_failure, renamed, shown
+from pdkernels.serve.gate import log_failure
+from pdkernels.serve.schema import ChatRequest, Common, OneAnswer, Strict
+from pdkernels.serve.service import Service
+
+_MAX_STORED = 1024
+_MAX_BYTES = 1 << 26  # of all that is stored, as JSON
+
+
+class _Reasoning(Strict):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+    """A thought comes whole, without a summary."""
+
+
+class _Format(Strict):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class _Text(Strict):
+    format: _Format = _Format()
+    verbosity: Literal["medium"] | None = None
+
+
+class _Tool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Chosen(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
+    """The body of `/v1/responses`."""
+
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    """Whether it can be named as `previous_response_id`, and be read again."""
+    background: Literal[False] = False
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Chosen | None = None
+    parallel_tool_calls: bool | None = None
+    text: _Text = _Text()
+    reasoning: _Reasoning | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """A thought is part of its item, which can be sent back: nothing is encrypted."""
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
+        """The same as a chat, after the messages of an earlier one."""
+        asked = {**{name: getattr(self, name) for name in self.model_fields_set & _SHARED}, "model": self.model}
+        messages = [*before, *messages_of(self.input)]
+        if self.instructions is not None:
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        if self.tools:
+            asked["tools"] = [{"type": "function", "function": _without(tool, "type")} for tool in self.tools]
+        if self.tool_choice is not None:
+            named = isinstance(self.tool_choice, _Chosen)
+            choice = {"type": "function", "function": {"name": self.tool_choice.name}} if named else self.tool_choice  # type: ignore[union-attr]
+            asked["tool_choice"] = choice
+        if self.text.format.type != "text":
+            schema = _without(self.text.format, "type", by_alias=True)
+            kind = self.text.format.type
+            asked["response_format"] = {"type": kind, **({"json_schema": schema} if schema else {})}
+        if self.reasoning is not None:
+            asked["reasoning_effort"] = self.reasoning.effort
+        asked["max_completion_tokens"] = self.max_output_tokens
+        return ChatRequest(messages=messages, **asked)
+
+
+_SHARED = ChatRequest.model_fields.keys() - {"tools", "tool_choice", "metadata", "store"}
+
+
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""What fields of a chat are called here."""
+
+
+def _without(model: Strict, name: str, by_alias: bool = False) -> dict[str, Any]:
+    return model.model_dump(exclude_none=True, by_alias=by_alias, exclude={name})
+
+
+def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat from the items of an input. What the model has thought, said and called becomes one
+    message.
+
+    >>> call = {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"}
+    >>> [message["role"] for message in messages_of([{"role": "user", "content": "Hi"}, call])]
+    ['user', 'assistant']
+
+    Raises:
+        Refused: items of a kind that is not known here.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages = list[dict[str, Any]]()
+    for place, item in enumerate(items):
+        where, kind = f"input.{place}", item.get("type", "message")
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if kind == "message":
+            content = _content(item.get("content"), f"{where}.content")
+            if item.get("role") == "assistant" and last is not None and last.keys() <= {"role", "reasoning_content"}:
+                last["content"] = content
+            else:
+                messages.append({"role": item.get("role"), "content": content})
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            messages.append({"role": "assistant", "reasoning_content": _content(parts, f"{where}.content")})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if last is None:
+                last = {"role": "assistant"}
+                messages.append(last)
+            last.setdefault("tool_calls", []).append(
+                {"id": item.get("call_id"), "type": "function", "function": function}
+            )
+        elif kind == "function_call_output":
+            content = _content(item.get("output"), f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        else:
+            raise Refused(f"{where}: an item of type {shown(kind)} is not supported here", 400, where)
+    for message in messages:
+        if message["role"] == "assistant" and "content" not in message:
+            message["content"] = None if message.get("tool_calls") else ""
+    return messages
+
+
+def _content(content: Any, place: str) -> str:
+    """The text of an item."""
+    if isinstance(content, str):
+        return content
+    texts = list[str]()
+    for part in content if isinstance(content, list) else [content]:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if kind not in ("input_text", "output_text", "text", "reasoning_text", "summary_text") or not isinstance(
+            text, str
+        ):
+            raise Refused(f"{place}: a part of type {shown(kind)} is not supported; only text is", 400, place)
+        texts.append(text)
+    return "".join(texts)
+
+
+class _Stored(NamedTuple):
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+    """Of the chat, with the answer; without instructions."""
+    nbytes: int
+
+
+class ResponseStore:
+    """The latest responses, by their ids. For the event loop alone."""
+
+    def __init__(self, most: int = _MAX_STORED, nbytes: int = _MAX_BYTES) -> None:
+        self._most, self._max_bytes, self._nbytes = most, nbytes, 0
+        self._kept: OrderedDict[str, _Stored] = OrderedDict()
+
+    def keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+        """Keeps a response. The oldest ones make room."""
+        nbytes = len(json.dumps([response, messages]))
+        self._kept[response["id"]] = _Stored(response, messages, nbytes)
+        self._nbytes += nbytes
+        while len(self._kept) > self._most or self._nbytes > self._max_bytes:
+            self._nbytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def messages(self, response_id: str | None) -> list[dict[str, Any]]:
+        """Those of the chat that ends with a response; None: none."""
+        if response_id is None:
+            return []
+        if response_id not in self._kept:
+            raise self._missing(response_id, 400, "previous_response_id", "previous_response_not_found")
+        return self._kept[response_id].messages
+
+    def response(self, response_id: str) -> dict[str, Any]:
+        """The response with an id."""
+        if response_id not in self._kept:
+            raise self._missing(response_id, 404, "response_id")
+        return self._kept[response_id].response
+
+    def forget(self, response_id: str) -> None:
+        """Removes a response."""
+        self.response(response_id)
+        self._nbytes -= self._kept.pop(response_id).nbytes
+
+    @staticmethod
+    def _missing(response_id: str, status: int, field: str, code: str | None = None) -> Refused:
+        return Refused(f"the response {shown(response_id)} is not kept here", status, field, code)
+
+
+class _Writer:
+    """Writes the items of an answer, and the events of a stream."""
+
+    def __init__(self, body: ResponseRequest, chat: ChatRequest, answer: Answer, store: ResponseStore) -> None:
+        self._body, self._chat, self._answer, self._store = body, chat, answer, store
+        self._number, self._items = 0, list[dict[str, Any]]()
+        self._response: dict[str, Any] = {
+            "id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
+            "background": False, "error": None, "incomplete_details": None, "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "model": body.model,
+            "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id, "store": body.store,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "temperature": body.temperature, "top_p": body.top_p, "truncation": "disabled", "usage": None,
+            "text": body.text.model_dump(exclude_none=True, by_alias=True), "user": body.user,
+            "tool_choice": _dumped(body.tool_choice or "auto"), "tools": list(map(_dumped, body.tools or [])),
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        """The response."""
+        async for step, block, piece in block_steps(self._answer.choices[0]):
+            self._step(step, block, piece)
+        return self._finished()
+
+    async def events(self) -> AsyncIterator[str]:
+        """The events of a stream. Whoever stops reading cancels the answer."""
+        try:
+            for kind in ("response.created", "response.in_progress"):
+                yield self._event(kind, response=self._response)
+            async for step, block, piece in block_steps(self._answer.choices[0]):
+                for kind, fields in self._step(step, block, piece):
+                    yield self._event(kind, **fields)
+            response = self._finished()
+            yield self._event(f"response.{response['status']}", response=response)
+        except Exception as error:
+            text, status = of_failure(error)
+            if status == 500:
+                log_failure("POST", "a stream", error)
+            failure = {"code": "server_error", "message": text}
+            yield self._event("response.failed", response={**self._response, "status": "failed", "error": failure})
+        finally:
+            self._answer.cancel()
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        content = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(content)}\n\n"
+
+    def _step(self, step: Step, block: Block, piece: str) -> list[tuple[str, dict[str, Any]]]:
+        """The events of a step; at its end a block's item is among the items."""
+        ids = {"output_index": block.number}
+        if step == "begin":
+            item = _item(block, "in_progress")
+            self._items.append(item)
+            opened = [] if block.kind == "call" else [("response.content_part.added", {"part": _part(block)})]
+            events = [("response.output_item.added", {"item": item}), *opened]
+        elif step == "more":
+            events = [(f"response.{_DELTAS[block.kind]}.delta", {"delta": piece, **_LOGPROBS[block.kind]})]
+        else:
+            ended = "incomplete" if self._is_last_cut() else "completed"
+            item = {**_item(block, ended), "id": self._items[-1]["id"]}
+            self._items[-1] = item
+            word = "arguments" if block.kind == "call" else "text"
+            closed = [] if block.kind == "call" else [("response.content_part.done", {"part": _part(block)})]
+            done = (f"response.{_DELTAS[block.kind]}.done", {word: block.text, **_LOGPROBS[block.kind]})
+            events = [done, *closed, ("response.output_item.done", {"item": item})]
+        whole = ("response.output_item.added", "response.output_item.done")
+        inner = {"item_id": self._items[-1]["id"], **({} if block.kind == "call" else {"content_index": 0})}
+        return [(kind, {**ids, **({} if kind in whole else inner), **fields}) for kind, fields in events]
+
+    def _is_last_cut(self) -> bool:
+        choice = self._answer.choices[0]
+        return choice.handle.done and choice.reason not in ("stop", "tool_calls")
+
+    def _finished(self) -> dict[str, Any]:
+        reason, usage = self._answer.choices[0].reason, self._answer.usage()
+        ended = reason in ("stop", "tool_calls")
+        details = {"reason": "max_output_tokens" if reason == "length" else reason}
+        response = {
+            **self._response,
+            "status": "completed" if ended else "incomplete",
+            "completed_at": int(time.time()) if ended else None,
+            "incomplete_details": None if ended else details,
+            "output": self._items,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        if self._body.store:
+            asked = self._chat.messages[1:] if self._body.instructions is not None else self._chat.messages
+            self._store.keep(response, [*asked, *messages_of(self._items)])
+        return response
+
+
+_DELTAS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+_LOGPROBS: dict[str, dict[str, Any]] = {"thought": {}, "text": {"logprobs": []}, "call": {}}
+
+
+def _dumped(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, Strict) else value
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "thought":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _item(block: Block, status: str) -> dict[str, Any]:
+    """A block as an item of the output; while it is in progress it is empty."""
+    content = [] if status == "in_progress" else [_part(block)]
+    if block.kind == "thought":
+        head: dict[str, Any] = {"type": "reasoning", "id": f"rs_{uuid4().hex}", "summary": [], "content": content}
+    elif block.kind == "text":
+        head = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "content": content}
+    else:
+        head = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": block.call_id}
+        head |= {"name": block.name, "arguments": block.text}
+    return {**head, "status": status}
+
+
+def add_responses(app: FastAPI, service: Service) -> None:
+    """Adds the routes of responses to an application."""
+    store = ResponseStore()
+
+    @app.post("/v1/responses")
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        with renamed(_FIELDS):
+            chat = body.chat(store.messages(body.previous_response_id))
+            answer = await service.chat(request, chat)
+        writer = _Writer(body, chat, answer, store)
+        if body.stream:
+            return service.stream(writer.events())
+        return await service.whole(request, answer, writer.whole())
+
+    @app.get("/v1/responses/{response_id}")
+    async def response(response_id: str) -> dict[str, Any]:
+        return store.response(response_id)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget(response_id: str) -> dict[str, Any]:
+        store.forget(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}

@@ -1,0 +1,121 @@
+"""Texts and chats as tokens, and back, by the names of vLLM.
+
+Source: docs.vllm.ai, "OpenAI-Compatible Server", "Tokenizer API".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import FastAPI
+from pydantic import Field, StrictInt
+
+from pdkernels.serve.errors import Refused
+from pdkernels.serve.frontend import Frontend
+from pdkernels.serve.log_probs import shown, written
+from pdkernels.serve.schema import ChatRequest, Strict, Tool
+
+
+class TokenizeRequest(Strict):
+    """The body of `/tokenize`: a text or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """Whether those are added that the tokenizer puts around a text; a chat's template writes them itself."""
+    return_token_strs: bool = False
+    """Whether each token's text comes, too."""
+    add_generation_prompt: bool | None = None
+    """Whether a chat ends with the beginning of an answer; null: unless its last message is continued."""
+    continue_final_message: bool = False
+    """Whether a chat ends within its last message."""
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeResponse(Strict):
+    """Tokens of a text or a chat."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Strict):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+
+
+class DetokenizeResponse(Strict):
+    """The text of tokens, special ones included."""
+
+    prompt: str
+
+
+def add_tokenizer(app: FastAPI, front: Frontend) -> None:
+    """Adds the routes of the tokenizer to an application."""
+
+    def tokenizer_for(model: str | None) -> Any:
+        if model is not None and model != front.name:
+            raise front.unknown(model)
+        if (tokenizer := front.engine.model.tokenizer) is None:
+            raise Refused("this model has no tokenizer", 400, "model")
+        return tokenizer
+
+    def encoded(body: TokenizeRequest) -> list[int]:
+        tokenizer = tokenizer_for(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise Refused("either prompt or messages must be given", 400, "prompt")
+        if body.prompt is not None:
+            bare = (
+                {}
+                if body.add_special_tokens in (None, True) or not adds_tokens(tokenizer)
+                else {"add_special_tokens": False}
+            )
+            ids: list[int] = tokenizer.encode(body.prompt, **bare)
+            return ids
+        if body.add_special_tokens:
+            raise Refused("add_special_tokens: the chat template writes them itself", 400, "add_special_tokens")
+        ending = {
+            "add_generation_prompt": body.add_generation_prompt,
+            "continue_final_message": body.continue_final_message or None,
+        }
+        variables = {
+            **(body.chat_template_kwargs or {}),
+            **{name: one for name, one in ending.items() if one is not None},
+        }
+        chat = ChatRequest(model=front.name, messages=body.messages, tools=body.tools, chat_template_kwargs=variables)  # type: ignore[call-arg]
+        return front.chat_tokens(chat)
+
+    @app.post("/tokenize", response_model_exclude_none=True)
+    @app.post("/v1/tokenize", response_model_exclude_none=True)
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        ids = await asyncio.to_thread(encoded, body)
+        longest = front.engine.max_prompt_tokens + front.engine.max_new_tokens
+        texts = token_texts(front.engine.model.tokenizer, ids) if body.return_token_strs else None
+        return TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=texts)
+
+    @app.post("/detokenize")
+    @app.post("/v1/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        tokenizer = tokenizer_for(body.model)
+        most = tokenizer.vocab_size
+        if any(token >= most for token in body.tokens):
+            raise Refused(f"tokens must be below {most}", 400, "tokens")
+        return DetokenizeResponse(prompt=getattr(tokenizer, "decode_all", tokenizer.decode)(body.tokens))
+
+
+def adds_tokens(tokenizer: Any) -> bool:
+    """Whether a tokenizer can leave out the tokens that it puts around a text."""
+    return hasattr(tokenizer, "decode_all")
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What each token writes, and the names of special ones."""
+    bytes_of, decode_all = written(tokenizer), getattr(tokenizer, "decode_all", None)
+    return [shown(bytes_of(one)) or (decode_all([one]) if decode_all else "") for one in ids]
