@@ -24,7 +24,7 @@ from pdkernels.grammar.schema import Size, parsed_schema
 from pdkernels.serve.calls import PLAIN, CallForm, JsonForm
 from pdkernels.serve.errors import Refused, in_http_words
 from pdkernels.serve.schema import ChatRequest, Settings
-from pdkernels.serve.tagged import DEEPSEEK_V3, GLM, KIMI, QWEN_CODER, TaggedForm, kinds_of
+from pdkernels.serve.tagged import DEEPSEEK_V3, GLM, KIMI, QWEN_CODER, TaggedForm, kinds_of, resolved
 from pdkernels.serve.thoughts import ThoughtForm
 from pdkernels.serve.tools import Reading
 
@@ -193,6 +193,7 @@ def _field(schema: Any, end: str) -> Expression:
     """A value: JSON, but a text as it is."""
     if kinds_of(schema, schema) != {"string"}:
         return _schema(json.dumps(schema))
+    schema = resolved(schema, schema)
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return without(_ANY, _with([end]), "a text") if listed is None else either([text(one) for one in listed])
 

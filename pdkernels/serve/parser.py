@@ -158,11 +158,15 @@ class AnswerParser:
                     self._tagged,
                 )
             return True
+        if tag not in self._thoughts:  # it is left out; what comes may be a call, so spaces wait
+            before = buffer[:at].rstrip()
+            self._pass(before, news)
+            self._buffer = buffer[len(before) : at] + buffer[end:]
+            return True
         before = buffer[: at if self._split else end]
         self._pass(before if before.strip() or self._written or not self._split else "", news)
-        self._buffer = buffer[end:]
-        if tag in self._thoughts:
-            self._begins, self._thought_end, self._state = True, self._thoughts[tag], self._thought
+        self._buffer, self._begins, self._thought_end = buffer[end:], True, self._thoughts[tag]
+        self._state = self._thought
         return True
 
     def _first(self, tags: Collection[str]) -> tuple[int, str]:

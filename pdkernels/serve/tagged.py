@@ -364,11 +364,9 @@ def kinds_of(schema: Any, root: Any, depth: int = 4) -> frozenset[str]:
     """
     if not isinstance(schema, dict) or depth == 0:
         return frozenset()
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        found: Any = root
-        for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, dict) else None
-        return kinds_of(found, root, depth - 1)
+    if "$ref" in schema:
+        target = resolved(schema, root)
+        return kinds_of(None if target is schema else target, root, depth - 1)
     kind = schema.get("type")
     if kind is not None:
         return frozenset([kind] if isinstance(kind, str) else kind)
@@ -377,6 +375,17 @@ def kinds_of(schema: Any, root: Any, depth: int = 4) -> frozenset[str]:
     ways = next((schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), [])
     kinds = [kinds_of(way, root, depth - 1) for way in ways]
     return frozenset().union(*kinds) if kinds and all(kinds) else frozenset()
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """The schema that a reference within `root` leads to; any other as it is."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    found: Any = root
+    for part in reference[2:].split("/"):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _unframed(text: str) -> str:

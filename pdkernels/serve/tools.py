@@ -13,7 +13,7 @@ from pdkernels.serve.calls import PLAIN, CallForm, form_of, several
 from pdkernels.serve.errors import Refused, shown
 from pdkernels.serve.parser import AnswerParser
 from pdkernels.serve.schema import ChatRequest
-from pdkernels.serve.tagged import TaggedForm
+from pdkernels.serve.tagged import GEMMA4, HARMONY_CALLS, TaggedForm
 from pdkernels.serve.thoughts import ThoughtForm, opened, thoughts_of
 
 _LOG = logging.getLogger("pdkernels.serve")
@@ -155,7 +155,7 @@ def asked_calls(body: ChatRequest, source: str, tokenizer: Any) -> Calling | Non
 
 def writable(form: TaggedForm, tokenizer: Any) -> bool:
     """Whether a grammar can have the model write the form: its tags are text."""
-    return form.arguments != "literals" and not special_tags(tokenizer, form.tags)
+    return form not in (GEMMA4, HARMONY_CALLS) and not special_tags(tokenizer, form.tags)
 
 
 @lru_cache(maxsize=64)
