@@ -74,8 +74,8 @@ class Choice:
         asked for."""
         if self._before:
             yield self._before
-        more = True
-        while more:
+        unended = True
+        while unended:
             async for piece in self.handle:
                 if piece.provisional is not None:
                     pending = (self._parser.held if self._parser else "") + self._cut.held
@@ -88,7 +88,7 @@ class Choice:
                         yield new
                 if self._parser and self._parser.over:
                     self.handle.cancel()  # and it soon ends
-            more, news = await self._after_budget()
+            unended, news = await self._after_budget()
             for new in news:
                 yield new
         text = self._decoder.flush() if self._parser else ""
@@ -101,9 +101,9 @@ class Choice:
         parser, news = self._parser, list[New]()
         assert parser is not None
         for token in ids:
-            inside = parser.thinking
+            was_thinking = parser.thinking
             news += self._read(self._decoder.feed([token]) + self.marks.get(token, ""))
-            self.thought_tokens += inside or parser.thinking
+            self.thought_tokens += was_thinking or parser.thinking
         return merged(news)
 
     def _read(self, text: str) -> Sequence[New]:
@@ -121,17 +121,19 @@ class Choice:
         if go_on is None or parser is None or self.handle.finish_reason != "length" or parser.over or self._cancelled:
             return False, news
         closes = parser.thinking
-        rest = await asyncio.to_thread(go_on, [token for piece in self.handle.pieces for token in piece.ids], closes)
+        continuation = await asyncio.to_thread(
+            go_on, [token for piece in self.handle.pieces for token in piece.ids], closes
+        )
         if closes:
             news += self._read(self._decoder.flush() + self._closing)
             self._decoder = self.tokenizer.incremental()
-            self._forced, self.thought_tokens = rest.forced, self.thought_tokens + rest.forced
-        if rest.generation is not None:
+            self._forced, self.thought_tokens = continuation.forced, self.thought_tokens + continuation.forced
+        if continuation.generation is not None:
             self._ended.append(self.handle)
-            self.handle = rest.generation
+            self.handle = continuation.generation
             if self._cancelled:
                 self.handle.cancel()
-        return rest.generation is not None, merged(news)
+        return continuation.generation is not None, merged(news)
 
     def cancel(self) -> None:
         """Ends what still runs."""
@@ -188,13 +190,13 @@ def merged(news: Iterable[New]) -> list[New]:
     >>> merged(["a", "b", Thought("c"), "d"])
     ['ab', 'c', 'd']
     """
-    found = list[New]()
+    joined_news = list[New]()
     for new in news:
-        last = found[-1] if found else None
+        last = joined_news[-1] if joined_news else None
         if isinstance(new, str) and isinstance(last, str) and type(new) is type(last):
-            found[-1] = type(new)(last + new)
+            joined_news[-1] = type(new)(last + new)
         elif isinstance(new, CallDelta) and isinstance(last, CallDelta) and (new.name, last.name) == (None, None):
-            found[-1] = last._replace(arguments=last.arguments + new.arguments)
+            joined_news[-1] = last._replace(arguments=last.arguments + new.arguments)
         else:
-            found.append(new)
-    return found
+            joined_news.append(new)
+    return joined_news

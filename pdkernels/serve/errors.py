@@ -100,16 +100,16 @@ def renamed(fields: Mapping[str, str]) -> Iterator[None]:
         ...
     pdkernels.serve.errors.Refused: input must be short
     """
-    words = re.compile(rf"'[^']*'|\b(?:{'|'.join(fields)})\b")
+    field_names = re.compile(rf"'[^']*'|\b(?:{'|'.join(fields)})\b")
 
-    def own(text: str) -> str:
-        return words.sub(lambda word: fields.get(word[0], word[0]), text)
+    def translated(text: str) -> str:
+        return field_names.sub(lambda word: fields.get(word[0], word[0]), text)
 
     try:
         yield
     except Refused as error:
-        parameter = None if error.parameter is None else own(error.parameter)
-        raise Refused(own(str(error)), error.status, parameter, error.code) from None
+        parameter = None if error.parameter is None else translated(error.parameter)
+        raise Refused(translated(str(error)), error.status, parameter, error.code) from None
 
 
 def clipped(text: str, most: int) -> str:

@@ -83,8 +83,8 @@ def asked_grammar(body: Settings, reading: Reading | None = None) -> Asked | Non
     if calling.forced and content is not None:
         raise Refused(f"{content[0]} and tool_choice {calling.choice!r} exclude each other", 400, "tool_choice")
     if calling.form is PLAIN and not calling.forced:
-        words = "this model's calls have a form that a grammar cannot write here, so only tool_choice 'required' or one tool can be followed with"
-        raise Refused(f"{words} {content[0] if content else 'strict'}", 400, "tools")
+        fault = "this model's calls have a form that a grammar cannot write here, so only tool_choice 'required' or one tool can be followed with"
+        raise Refused(f"{fault} {content[0] if content else 'strict'}", 400, "tools")
     tools = tuple((name, json.dumps(parameters)) for name, parameters in calling.tools.items())
     return Asked(content, (calling.form, tools, calling.single, calling.forced), thoughts)
 
@@ -117,32 +117,37 @@ def _calls(
     """Texts that are calls; unless `forced`, also a text, before or in place of calls, that `content` says more of. It
     may begin with a thought of any text, and must end the `thought` in which it begins."""
     calls = either([_call(form, name, parameters) for name, parameters in tools])
-    tagged, marked = not isinstance(form, JsonForm), not isinstance(form, JsonForm) or form.marked
-    listed = isinstance(form, JsonForm) and form.listed
+    marked = not isinstance(form, JsonForm) or form.marked
+    is_list = isinstance(form, JsonForm) and form.listed
     if isinstance(form, JsonForm) and marked:
         calls = sequence(form.opening, calls, form.closing)
     if not single:  # both copies of a call begin at once, so that an automaton has one
         between = form.between if isinstance(form, JsonForm) else _BETWEEN.get(form, "")
         calls = sequence(Repeat(sequence(calls, between), 0, None), calls)
-    if listed:
+    if is_list:
         calls = sequence("[", calls, "]")
-    elif tagged and form.begin and form.arguments == "json":
+    elif isinstance(form, TaggedForm) and form.begin and form.arguments == "json":
         calls = sequence(form.openings[0], calls, form.closing)
-    words = "the calls of tools"
-    openings = [one.opening for one in thoughts]
+    source = "the calls of tools"
+    openings = [thought_form.opening for thought_form in thoughts]
     if content is not None:
         calls = Alt((_expression(*content), calls))
     elif not forced and marked:
-        calls = sequence(without(_ANY, _with([*form.openings, *openings]), words), optional(calls))
+        calls = sequence(without(_ANY, _with([*form.openings, *openings]), source), optional(calls))
     elif not forced:
-        space, bracket = Repeat(Chars(_SPACE), 0, None), "[" if listed else "{"
+        space, bracket = Repeat(Chars(_SPACE), 0, None), "[" if is_list else "{"
         begun = sequence(space, bracket, _ANY)
-        calls = Alt((without(_ANY, either([begun, _with(openings)]) if openings else begun, words), calls))
+        calls = Alt((without(_ANY, either([begun, _with(openings)]) if openings else begun, source), calls))
     if thought is not None:
-        calls = sequence(_inside(thought, words), calls)
+        calls = sequence(_inside(thought, source), calls)
     elif thoughts:
-        calls = sequence(optional(either([sequence(one.opening, _inside(one, words)) for one in thoughts])), calls)
-    return Grammar(calls, words)
+        calls = sequence(
+            optional(
+                either([sequence(thought_form.opening, _inside(thought_form, source)) for thought_form in thoughts])
+            ),
+            calls,
+        )
+    return Grammar(calls, source)
 
 
 def _with(tags: list[str]) -> Expression:
@@ -180,8 +185,10 @@ def _fields(form: TaggedForm, name: str, schema: dict[str, Any]) -> Expression:
     line = "\n" if form.framed else ""
     shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
     fields = list[Expression]()
-    for key, one in (schema.get("properties") or {}).items():
-        value = _field({**one, **shared} if isinstance(one, dict) else one, form.field_end)
+    for key, property_schema in (schema.get("properties") or {}).items():
+        value = _field(
+            {**property_schema, **shared} if isinstance(property_schema, dict) else property_schema, form.field_end
+        )
         field = sequence(f"{form.key_begin}{key}{form.key_end}{line}", value, f"{line}{form.field_end}\n")
         fields.append(field if key in schema.get("required", ()) else optional(field))
     head = f"{form.openings[0]}\n{form.begin}{name}{form.name_end}\n" if form.begin else f"{form.openings[0]}{name}\n"
@@ -194,8 +201,8 @@ def _field(schema: Any, end: str) -> Expression:
     if kinds_of(schema, schema) != {"string"}:
         return _schema(json.dumps(schema))
     schema = resolved(schema, schema)
-    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return without(_ANY, _with([end]), "a text") if listed is None else either([text(one) for one in listed])
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return without(_ANY, _with([end]), "a text") if choices is None else either([text(choice) for choice in choices])
 
 
 def _expression(kind: str, source: str) -> Expression:

@@ -70,10 +70,10 @@ class Frontend:
         calling = asked_calls(body, source, tokenizer)
         prompt = self.prompt(body, source)
         reading = asked_reading(body, calling, source, tokenizer, prompt)
-        asked = asked_grammar(body, reading)
+        grammar_key = asked_grammar(body, reading)
         if body.thinking_token_budget is not None:
-            _check_budget(body, asked)
-        return Draft("chat", [prompt], body.max_completion_tokens or body.max_tokens, asked, reading)
+            _check_budget(body, grammar_key)
+        return Draft("chat", [prompt], body.max_completion_tokens or body.max_tokens, grammar_key, reading)
 
     def chat_tokens(self, body: ChatRequest) -> list[int]:
         """The tokens of a chat's prompt."""
@@ -142,7 +142,9 @@ class Frontend:
         if tokenizer is None:
             raise Refused("this model has no tokenizer, and what it writes is no text", 400, "model")
         limit_field = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
-        run = partial(self.engine.submit, method=method, provisional=body.provisional, **options)
+        run: Callable[..., Generation] = partial(
+            self.engine.submit, method=method, provisional=body.provisional, **options
+        )
         try:
             for prompt in prompts:
                 text, ids = "", prompt
@@ -153,12 +155,14 @@ class Frontend:
                 ids = self._truncated(ids, body.truncate_prompt_tokens)
                 limit = self.limit(kind, len(ids), most, limit_field)
                 for number in range(count):
-                    own = params.replace(max_new_tokens=limit, seed=sequence_seed(seed, number) if count > 1 else seed)
+                    own_params = params.replace(
+                        max_new_tokens=limit, seed=sequence_seed(seed, number) if count > 1 else seed
+                    )
                     if reading is None:
-                        handle = run(ids, params=own, timeout=body.timeout)
+                        handle = run(ids, params=own_params, timeout=body.timeout)
                         choices.append(Choice(handle, tokenizer, stops, before=text if echo else ""))
                     else:
-                        choices.append(self._chatting(body, reading, run, ids, own, stops))
+                        choices.append(self._chatting(body, reading, run, ids, own_params, stops))
         except BaseException:
             for choice in choices:
                 choice.cancel()
@@ -183,33 +187,35 @@ class Frontend:
         all tokens so far, so that their K and V are known: no hook runs, and no request waits for another batch."""
         tokenizer, begun = self.engine.model.tokenizer, time.monotonic()
         marks = reading.marks(tokenizer)
-        parts: dict[str, Any] = {"parser": reading.parser(marks.values()), "marks": marks}
+        reading_options: dict[str, Any] = {"parser": reading.parser(marks.values()), "marks": marks}
         forms, budget = (reading.thought, *reading.thoughts), getattr(body, "thinking_token_budget", None)
-        form = next((one for one in forms if one is not None), None)
+        form = next((thought_form for thought_form in forms if thought_form is not None), None)
         if form is None or budget is None:
-            return Choice(run(ids, params=params, timeout=body.timeout), tokenizer, stops, **parts)
+            return Choice(run(ids, params=params, timeout=body.timeout), tokenizer, stops, **reading_options)
         opening = 0 if reading.thought else len(_encoded(tokenizer, form.opening))
         closing, limit = _encoded(tokenizer, form.closing + form.answer), params.max_new_tokens
         if len(ids) + budget + opening + len(closing) > self.engine.max_prompt_tokens:
             fault = f"thinking_token_budget must leave room in {self.engine.max_prompt_tokens} tokens, of which the prompt takes {len(ids)}"
             raise Refused(fault, 400, "thinking_token_budget")
 
-        def go_on(written: list[int], closes: bool) -> Rest:
-            forced = closing[: limit - len(written)] if closes else []
-            room = limit - len(written) - len(forced)
+        def go_on(tokens: list[int], closes: bool) -> Rest:
+            forced = closing[: limit - len(tokens)] if closes else []
+            room = limit - len(tokens) - len(forced)
             if room <= 0:
                 return Rest(None, len(forced))
-            least = max(0, params.min_new_tokens - len(written) - len(forced))
-            own = params.replace(max_new_tokens=room, min_new_tokens=least)
-            left = None if body.timeout is None else max(1e-3, body.timeout - (time.monotonic() - begun))
-            return Rest(run([*ids, *written, *forced], params=own, timeout=left), len(forced))
+            least = max(0, params.min_new_tokens - len(tokens) - len(forced))
+            rest_params = params.replace(max_new_tokens=room, min_new_tokens=least)
+            seconds_left = None if body.timeout is None else max(1e-3, body.timeout - (time.monotonic() - begun))
+            return Rest(run([*ids, *tokens, *forced], params=rest_params, timeout=seconds_left), len(forced))
 
         if budget + opening == 0:
-            parts["parser"].feed(form.closing)
-            return Choice(run([*ids, *closing], params=params, timeout=body.timeout), tokenizer, stops, **parts)
-        first = params.replace(max_new_tokens=min(limit, budget + opening))
-        parts |= {"closing": form.closing + form.answer, "go_on": go_on if limit > budget + opening else None}
-        return Choice(run(ids, params=first, timeout=body.timeout), tokenizer, stops, **parts)
+            reading_options["parser"].feed(form.closing)
+            return Choice(
+                run([*ids, *closing], params=params, timeout=body.timeout), tokenizer, stops, **reading_options
+            )
+        first_params = params.replace(max_new_tokens=min(limit, budget + opening))
+        reading_options |= {"closing": form.closing + form.answer, "go_on": go_on if limit > budget + opening else None}
+        return Choice(run(ids, params=first_params, timeout=body.timeout), tokenizer, stops, **reading_options)
 
     def unknown(self, model: str) -> Refused:
         """Says which model is served here."""
@@ -254,20 +260,20 @@ def _effort(body: ChatRequest, source: str) -> dict[str, Any]:
     if effort == "none" and "enable_thinking" in source:
         return {"enable_thinking": False}
     if "reasoning_effort" not in source:
-        words = "the chat template of this model does not know reasoning_effort"
+        fault = "the chat template of this model does not know reasoning_effort"
         remedy = "; chat_template_kwargs has enable_thinking" if "enable_thinking" in source else ""
-        raise Refused(words + remedy, 400, "reasoning_effort")
+        raise Refused(fault + remedy, 400, "reasoning_effort")
     return {"reasoning_effort": effort}
 
 
-def _check_budget(body: ChatRequest, asked: Asked | None) -> None:
+def _check_budget(body: ChatRequest, grammar_key: Asked | None) -> None:
     """Refuses what would count from the beginning of the answer, which has two parts."""
     fields = [
         name
         for name in ("presence_penalty", "frequency_penalty", "forced_tokens", "begin_suppress_tokens", "logprobs")
         if getattr(body, name)
     ]
-    if asked is not None:
-        fields = ["response_format" if asked.content else "tool_choice", *fields]
+    if grammar_key is not None:
+        fields = ["response_format" if grammar_key.content else "tool_choice", *fields]
     if fields:
         raise Refused(f"thinking_token_budget and {fields[0]} exclude each other", 400, "thinking_token_budget")

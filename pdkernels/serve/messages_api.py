@@ -87,20 +87,20 @@ class CountRequest(Strict):
     """It changes no text: what can be shared is."""
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def chat(self, **more: Any) -> ChatRequest:
-        """The same as a chat, with `more` fields."""
+    def chat(self, **extra: Any) -> ChatRequest:
+        """The same as a chat, with `extra` fields."""
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
-        asked: dict[str, Any] = {"messages": [*system, *chat_messages(self.messages)], "model": self.model}
+        chat_fields: dict[str, Any] = {"messages": [*system, *chat_messages(self.messages)], "model": self.model}
         variables = dict(self.chat_template_kwargs or {})
         if self.messages[-1].get("role") == "assistant":
             variables["continue_final_message"] = True
         if self.thinking is not None:
             variables["enable_thinking"] = self.thinking.type != "disabled"
-            asked["thinking_token_budget"] = self.thinking.budget_tokens
+            chat_fields["thinking_token_budget"] = self.thinking.budget_tokens
         if variables:
-            asked["chat_template_kwargs"] = variables
+            chat_fields["chat_template_kwargs"] = variables
         if self.tools:
-            asked["tools"] = [
+            chat_fields["tools"] = [
                 {
                     "type": "function",
                     "function": {
@@ -111,15 +111,18 @@ class CountRequest(Strict):
                 for tool in self.tools
             ]
         if (choice := self.tool_choice) is not None:
-            named = {"type": "function", "function": {"name": choice.name or ""}}
-            words = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-            asked |= {"tool_choice": words[choice.type], "parallel_tool_calls": not choice.disable_parallel_tool_use}
+            one_tool = {"type": "function", "function": {"name": choice.name or ""}}
+            choices = {"auto": "auto", "any": "required", "none": "none", "tool": one_tool}
+            chat_fields |= {
+                "tool_choice": choices[choice.type],
+                "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            }
         if (output := self.output_config) is not None:
-            asked["reasoning_effort"] = output.effort
+            chat_fields["reasoning_effort"] = output.effort
             if output.format is not None:
                 schema = {"name": "output", "schema": output.format.schema_}
-                asked["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return ChatRequest(**asked, **more)
+                chat_fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatRequest(**chat_fields, **extra)
 
 
 class MessagesRequest(CountRequest, OneAnswer, Common):  # type: ignore[misc]
@@ -132,13 +135,13 @@ class MessagesRequest(CountRequest, OneAnswer, Common):  # type: ignore[misc]
     metadata: _Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
 
-    def chat(self, **more: Any) -> ChatRequest:
+    def chat(self, **extra: Any) -> ChatRequest:
         """The same as a chat."""
         shared = ChatRequest.model_fields.keys() & OneAnswer.model_fields.keys() | Common.model_fields.keys()
-        asked = {name: getattr(self, name) for name in self.model_fields_set & shared - {"model", "service_tier"}}
+        chat_fields = {name: getattr(self, name) for name in self.model_fields_set & shared - {"model", "service_tier"}}
         if self.stop_sequences is not None:
-            asked["stop"] = self.stop_sequences
-        return super().chat(max_tokens=self.max_tokens, **asked, **more)
+            chat_fields["stop"] = self.stop_sequences
+        return super().chat(max_tokens=self.max_tokens, **chat_fields, **extra)
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,7 +154,7 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         Refused: blocks of a kind that is not known here.
     """
-    found = list[dict[str, Any]]()
+    chat = list[dict[str, Any]]()
     for place, message in enumerate(messages):
         where, role, content = f"messages.{place}", message.get("role"), message.get("content")
         if role not in ("user", "assistant"):
@@ -159,26 +162,28 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise Refused(f"{where}.content must be text or a list of blocks", 400, f"{where}.content")
-        made: dict[str, Any] = {"role": role, "content": ""}
+        chat_message: dict[str, Any] = {"role": role, "content": ""}
         for number, block in enumerate(blocks):
             at, kind = f"{where}.content.{number}", block.get("type")
             if kind == "text":
-                made["content"] += _text([block], at)
+                chat_message["content"] += _text([block], at)
             elif kind == "tool_result" and role == "user":
                 answer = _text(block.get("content") or "", f"{at}.content")
-                found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
+                chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
             elif kind == "thinking" and role == "assistant":
-                made["reasoning_content"] = made.get("reasoning_content", "") + str(block.get("thinking", ""))
+                chat_message["reasoning_content"] = chat_message.get("reasoning_content", "") + str(
+                    block.get("thinking", "")
+                )
             elif kind == "tool_use" and role == "assistant":
                 function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
                 call = {"id": block.get("id"), "type": "function", "function": function}
-                made.setdefault("tool_calls", []).append(call)
+                chat_message.setdefault("tool_calls", []).append(call)
             else:
                 raise Refused(f"{at}: a block of type {shown(kind)} is not supported here", 400, at)
-        if role == "assistant" or made["content"] or not blocks:
-            made["content"] = made["content"] or (None if made.get("tool_calls") else "")
-            found.append(made)
-    return found
+        if role == "assistant" or chat_message["content"] or not blocks:
+            chat_message["content"] = chat_message["content"] or (None if chat_message.get("tool_calls") else "")
+            chat.append(chat_message)
+    return chat
 
 
 def _text(content: Any, place: str) -> str:
@@ -211,7 +216,7 @@ class _Writer:
     async def events(self) -> AsyncIterator[str]:
         """The events of a stream. Whoever stops reading cancels the answer."""
         try:
-            none = {"content": [], "stop_reason": None, "stop_sequence": None}
+            none: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             start = {"input_tokens": len(self._choice.prompt), "output_tokens": 0}
             yield _event("message_start", message={**self._head, **none, "usage": start})
             async for step, block, piece in self._steps:
@@ -228,8 +233,8 @@ class _Writer:
 
     def _ending(self) -> dict[str, Any]:
         reason, stop = self._choice.reason, self._choice.stopped_by
-        words = "stop_sequence" if reason == "stop" and stop is not None else _REASONS.get(reason, reason)
-        return {"stop_reason": words, "stop_sequence": stop if words == "stop_sequence" else None}
+        stop_reason = "stop_sequence" if reason == "stop" and stop is not None else _REASONS.get(reason, reason)
+        return {"stop_reason": stop_reason, "stop_sequence": stop if stop_reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, Any]:
         usage, cached = self._answer.usage(), self._choice.cached
@@ -264,8 +269,8 @@ def _whole(block: Block) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     arguments = read_json(block.text)  # none of a call that was cut
-    given = arguments if isinstance(arguments, dict) else {}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+    tool_input = arguments if isinstance(arguments, dict) else {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": tool_input}
 
 
 def add_messages(app: FastAPI, service: Service) -> None:

@@ -171,17 +171,17 @@ class AnswerParser:
 
     def _first(self, tags: Collection[str]) -> tuple[int, str]:
         """The place of the next tag, and the tag; "": of what may become one."""
-        buffer, found = self._buffer, (len(self._buffer), "")
+        buffer, nearest = self._buffer, (len(self._buffer), "")
         for tag in tags:
             at = buffer.find(tag)
-            if at >= 0 and (at, -len(tag)) < (found[0], -len(found[1])):
-                found = at, tag
+            if at >= 0 and (at, -len(tag)) < (nearest[0], -len(nearest[1])):
+                nearest = at, tag
         if self._ended:
-            return found
-        at, tag = found
-        if any(len(one) > len(tag) and one.startswith(buffer[at:]) for one in tags if tag):
+            return nearest
+        at, tag = nearest
+        if any(len(longer) > len(tag) and longer.startswith(buffer[at:]) for longer in tags if tag):
             return at, ""
-        return found if tag else (len(buffer) - begun(buffer, [*tags]), "")
+        return nearest if tag else (len(buffer) - begun(buffer, [*tags]), "")
 
     def _thought(self, news: News) -> bool:
         buffer, closing = self._buffer, self._thought_end

@@ -84,24 +84,24 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
 
     def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
         """The same as a chat, after the messages of an earlier one."""
-        asked = {**{name: getattr(self, name) for name in self.model_fields_set & _SHARED}, "model": self.model}
+        chat_fields = {**{name: getattr(self, name) for name in self.model_fields_set & _SHARED}, "model": self.model}
         messages = [*before, *messages_of(self.input)]
         if self.instructions is not None:
             messages = [{"role": "system", "content": self.instructions}, *messages]
         if self.tools:
-            asked["tools"] = [{"type": "function", "function": _without(tool, "type")} for tool in self.tools]
+            chat_fields["tools"] = [{"type": "function", "function": _without(tool, "type")} for tool in self.tools]
         if self.tool_choice is not None:
-            named = isinstance(self.tool_choice, _Chosen)
-            choice = {"type": "function", "function": {"name": self.tool_choice.name}} if named else self.tool_choice  # type: ignore[union-attr]
-            asked["tool_choice"] = choice
+            is_named = isinstance(self.tool_choice, _Chosen)
+            choice = {"type": "function", "function": {"name": self.tool_choice.name}} if is_named else self.tool_choice  # type: ignore[union-attr]
+            chat_fields["tool_choice"] = choice
         if self.text.format.type != "text":
             schema = _without(self.text.format, "type", by_alias=True)
             kind = self.text.format.type
-            asked["response_format"] = {"type": kind, **({"json_schema": schema} if schema else {})}
+            chat_fields["response_format"] = {"type": kind, **({"json_schema": schema} if schema else {})}
         if self.reasoning is not None:
-            asked["reasoning_effort"] = self.reasoning.effort
-        asked["max_completion_tokens"] = self.max_output_tokens
-        return ChatRequest(messages=messages, **asked)
+            chat_fields["reasoning_effort"] = self.reasoning.effort
+        chat_fields["max_completion_tokens"] = self.max_output_tokens
+        return ChatRequest(messages=messages, **chat_fields)
 
 
 _SHARED = ChatRequest.model_fields.keys() - {"tools", "tool_choice", "metadata", "store"}
@@ -144,8 +144,8 @@ def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": item.get("role"), "content": content})
         elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            messages.append({"role": "assistant", "reasoning_content": _content(parts, f"{where}.content")})
+            contents = item.get("content") or item.get("summary") or []
+            messages.append({"role": "assistant", "reasoning_content": _content(contents, f"{where}.content")})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if last is None:
@@ -170,8 +170,8 @@ def _content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     texts = list[str]()
-    for part in content if isinstance(content, list) else [content]:
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    for block in content if isinstance(content, list) else [content]:
+        kind, text = (block.get("type"), block.get("text")) if isinstance(block, Mapping) else (None, None)
         if kind not in ("input_text", "output_text", "text", "reasoning_text", "summary_text") or not isinstance(
             text, str
         ):
@@ -276,7 +276,7 @@ class _Writer:
 
     def _step(self, step: Step, block: Block, piece: str) -> list[tuple[str, dict[str, Any]]]:
         """The events of a step; at its end a block's item is among the items."""
-        ids = {"output_index": block.number}
+        ids, events = {"output_index": block.number}, list[tuple[str, dict[str, Any]]]()
         if step == "begin":
             item = _item(block, "in_progress")
             self._items.append(item)
@@ -290,11 +290,14 @@ class _Writer:
             self._items[-1] = item
             word = "arguments" if block.kind == "call" else "text"
             closed = [] if block.kind == "call" else [("response.content_part.done", {"part": _part(block)})]
-            done = (f"response.{_DELTAS[block.kind]}.done", {word: block.text, **_LOGPROBS[block.kind]})
+            done: tuple[str, dict[str, Any]] = (
+                f"response.{_DELTAS[block.kind]}.done",
+                {word: block.text, **_LOGPROBS[block.kind]},
+            )
             events = [done, *closed, ("response.output_item.done", {"item": item})]
-        whole = ("response.output_item.added", "response.output_item.done")
-        inner = {"item_id": self._items[-1]["id"], **({} if block.kind == "call" else {"content_index": 0})}
-        return [(kind, {**ids, **({} if kind in whole else inner), **fields}) for kind, fields in events]
+        item_events = ("response.output_item.added", "response.output_item.done")
+        place_fields = {"item_id": self._items[-1]["id"], **({} if block.kind == "call" else {"content_index": 0})}
+        return [(kind, {**ids, **({} if kind in item_events else place_fields), **fields}) for kind, fields in events]
 
     def _is_last_cut(self) -> bool:
         choice = self._answer.choices[0]
@@ -319,8 +322,8 @@ class _Writer:
             },
         }
         if self._body.store:
-            asked = self._chat.messages[1:] if self._body.instructions is not None else self._chat.messages
-            self._store.keep(response, [*asked, *messages_of(self._items)])
+            messages = self._chat.messages[1:] if self._body.instructions is not None else self._chat.messages
+            self._store.keep(response, [*messages, *messages_of(self._items)])
         return response
 
 

@@ -24,10 +24,10 @@ class StopCut:
             return ""
         self._held += text
         # The one that is complete first, whatever the pieces are.
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        endings = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if endings:
             self._over = True
-            _, at, self.found = min(found)
+            _, at, self.found = min(endings)
             certain, self._held = self._held[:at], ""
             return certain
         longest = max(

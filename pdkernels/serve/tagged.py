@@ -37,9 +37,9 @@ class TaggedForm(NamedTuple):
     @property
     def tags(self) -> tuple[str, ...]:
         """All of them."""
-        quote = (_QUOTE,) if self.arguments == "literals" else ()
-        own = (*self.openings, self.begin, self.name_end, self.end, self.closing)
-        return tuple(tag for tag in (*own, self.key_begin, self.key_end, self.field_end, *quote) if tag.strip())
+        quotes = (_QUOTE,) if self.arguments == "literals" else ()
+        outer_tags = (*self.openings, self.begin, self.name_end, self.end, self.closing)
+        return tuple(tag for tag in (*outer_tags, self.key_begin, self.key_end, self.field_end, *quotes) if tag.strip())
 
 
 _QUOTE = '<|"|>'
@@ -166,9 +166,9 @@ class TaggedReader:
     def _until(self, *tags: str) -> Generator[None, None, tuple[str, str]]:
         """What stands before the next of these tags, and the tag."""
         while True:
-            found = [(at, tag) for tag in tags if (at := self.rest.find(tag)) >= 0]
-            if found:
-                at, tag = min(found)
+            places = [(at, tag) for tag in tags if (at := self.rest.find(tag)) >= 0]
+            if places:
+                at, tag = min(places)
                 before, self.rest = self.rest[:at], self.rest[at + len(tag) :]
                 return before, tag
             yield
@@ -177,10 +177,10 @@ class TaggedReader:
         """The tag that comes next, after spaces."""
         while True:
             body = self.rest.lstrip()
-            found = next((tag for tag in tags if body.startswith(tag)), None)
-            if found is not None:
-                self.rest = body[len(found) :]
-                return found
+            next_tag = next((tag for tag in tags if body.startswith(tag)), None)
+            if next_tag is not None:
+                self.rest = body[len(next_tag) :]
+                return next_tag
             if not any(tag.startswith(body) for tag in tags):
                 raise _NoCall
             yield
@@ -211,18 +211,18 @@ class TaggedReader:
         if form.arguments == "json" and head.strip() == "function":
             head, _ = yield from self._until("\n")
             yield from self._next("```json")
-        found = re.fullmatch(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?(?:[\s<].*)?", head, re.DOTALL)
-        if found is None or (form is GLM and not re.fullmatch(r"\s*[\w.-]+\s*", head)):
+        match = re.fullmatch(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?(?:[\s<].*)?", head, re.DOTALL)
+        if match is None or (form is GLM and not re.fullmatch(r"\s*[\w.-]+\s*", head)):
             raise _NoCall
         if form.arguments == "json":
             yield from self._next("{")
         call_id = head.strip() if form is KIMI and ":" in head else None  # which its template shows again
         self.begun = True
-        self.news.append(CallDelta(self.count, call_id, found[1], ""))
+        self.news.append(CallDelta(self.count, call_id, match[1], ""))
         if form.arguments == "json":
             yield from self._json()
         elif form.arguments == "fields":
-            yield from self._fields(_properties(self._schemas.get(found[1])))
+            yield from self._fields(_properties(self._schemas.get(match[1])))
         else:
             yield from self._items("}", keyed=True)
 
@@ -336,8 +336,8 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
     """
     literals = {"True": "true", "False": "false", "None": "null"}
     body = literals.get(text.strip(), text.strip())
-    made = read_json(body)
-    if (made is not None or body == "null") and (not kinds or _kind(made) & kinds):
+    decoded = read_json(body)
+    if (decoded is not None or body == "null") and (not kinds or _kind(decoded) & kinds):
         return body
     return json.dumps(text, ensure_ascii=False)
 
@@ -353,7 +353,11 @@ def _kind(value: Any) -> frozenset[str]:
 def _properties(schema: Any) -> dict[str, frozenset[str]]:
     """The kinds of values that each property takes."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    return {name: kinds_of(one, schema) for name, one in properties.items()} if isinstance(properties, dict) else {}
+    return (
+        {name: kinds_of(property_schema, schema) for name, property_schema in properties.items()}
+        if isinstance(properties, dict)
+        else {}
+    )
 
 
 def kinds_of(schema: Any, root: Any, depth: int = 4) -> frozenset[str]:
@@ -370,9 +374,9 @@ def kinds_of(schema: Any, root: Any, depth: int = 4) -> frozenset[str]:
     kind = schema.get("type")
     if kind is not None:
         return frozenset([kind] if isinstance(kind, str) else kind)
-    if isinstance(listed := schema.get("enum"), list) or "const" in schema:
-        return frozenset().union(*map(_kind, listed if isinstance(listed, list) else [schema["const"]]))
-    ways = next((schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), [])
+    if isinstance(choices := schema.get("enum"), list) or "const" in schema:
+        return frozenset().union(*map(_kind, choices if isinstance(choices, list) else [schema["const"]]))
+    ways: list[Any] = next((schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), [])
     kinds = [kinds_of(way, root, depth - 1) for way in ways]
     return frozenset().union(*kinds) if kinds and all(kinds) else frozenset()
 
@@ -382,10 +386,10 @@ def resolved(schema: Any, root: Any) -> Any:
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
-    found: Any = root
-    for part in reference[2:].split("/"):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
+    target: Any = root
+    for key in reference[2:].split("/"):
+        target = target.get(key) if isinstance(target, dict) else None
+    return target
 
 
 def _unframed(text: str) -> str:

@@ -87,9 +87,11 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
         }
         variables = {
             **(body.chat_template_kwargs or {}),
-            **{name: one for name, one in ending.items() if one is not None},
+            **{name: flag for name, flag in ending.items() if flag is not None},
         }
-        chat = ChatRequest(model=front.name, messages=body.messages, tools=body.tools, chat_template_kwargs=variables)  # type: ignore[call-arg]
+        chat = ChatRequest(
+            model=front.name, messages=body.messages or [], tools=body.tools, chat_template_kwargs=variables
+        )
         return front.chat_tokens(chat)
 
     @app.post("/tokenize", response_model_exclude_none=True)
@@ -118,4 +120,4 @@ def adds_tokens(tokenizer: Any) -> bool:
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """What each token writes, and the names of special ones."""
     bytes_of, decode_all = written(tokenizer), getattr(tokenizer, "decode_all", None)
-    return [shown(bytes_of(one)) or (decode_all([one]) if decode_all else "") for one in ids]
+    return [shown(bytes_of(token)) or (decode_all([token]) if decode_all else "") for token in ids]

@@ -80,9 +80,11 @@ class Reading:
 def special_tags(tokenizer: Any, tags: Iterable[str]) -> dict[int, str]:
     """The special tokens in these tags that texts leave out, by their ids."""
     id_of = getattr(tokenizer, "id_of", lambda tag: None)
-    parts = {part for tag in tags for part in (tag, *_PARTS.findall(tag))}
-    ids = {id_of(part): part for part in parts}
-    return {number: part for number, part in ids.items() if number is not None and not tokenizer.decode([number])}
+    tag_texts = {tag_text for tag in tags for tag_text in (tag, *_PARTS.findall(tag))}
+    ids = {id_of(tag_text): tag_text for tag_text in tag_texts}
+    return {
+        number: tag_text for number, tag_text in ids.items() if number is not None and not tokenizer.decode([number])
+    }
 
 
 def asked_reading(

@@ -107,7 +107,7 @@ def test_what_a_template_writes_is_read_again(name: str) -> None:
             for at, (one, given) in enumerate(calls)
         ]
         said = chance.choice(["", "Let me see."])
-        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": said, "tool_calls": entries}]
+        chat: Any = [{"role": "user", "content": ""}, {"role": "assistant", "content": said, "tool_calls": entries}]
         text = template.render(plain(chat, source), add_generation_prompt=False)
         for splits in (None, chance, chance):
             _, content, found, cut = read(form, text, splits)
