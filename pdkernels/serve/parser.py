@@ -28,8 +28,10 @@ class AnswerParser:
     The pieces do not matter: thoughts, texts and calls are those of the whole text. Spaces before a call are part of
     neither, nor are those at the ends of a thought.
 
+    >>> from pdkernels.serve.calls import HERMES
+    >>> from pdkernels.serve.thoughts import THINK
     >>> parser = AnswerParser(HERMES, {"add": {}}, thoughts=(THINK,))
-    >>> parser.feed("<think>\\nLet me see.\\n</thi"), parser.feed("nk>\\n\\nSo <tool")
+    >>> parser.feed("<think>Let me see.</thi"), parser.feed("nk> So <tool")
     (['Let me see.'], ['So'])
     >>> [(one.name, one.arguments) for one in parser.feed('_call>{"name": "add", "arguments": {"a"')]
     [('add', ''), (None, '{"a"')]

@@ -9,6 +9,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, from_callable
+from pdkernels.models.text.chat import ChatTemplate
 from tests.serve.clients import Chatting, client_of
 
 openai = pytest.importorskip("openai")
@@ -91,3 +92,85 @@ def test_a_budget_closes_the_thought(serve: Any, stream: bool) -> None:
             == without
         )
     assert engine.metrics().batches <= 2 and "error" not in engine.metrics().finished
+
+
+@pytest.mark.parametrize(
+    ("template", "body", "words"),
+    [
+        (TEMPLATE, {"reasoning_effort": "low"}, "does not know reasoning_effort"),
+        (TEMPLATE + "{# enable_thinking #}", {"reasoning_effort": "low"}, "chat_template_kwargs has enable_thinking"),
+        (TEMPLATE, {"thinking_token_budget": 447}, "thinking_token_budget must leave room in 448 tokens"),
+        (TEMPLATE, {"thinking_token_budget": -1}, "thinking_token_budget"),
+        (TEMPLATE, {"thinking_token_budget": 4, "presence_penalty": 1}, "thinking_token_budget and presence_penalty exclude"),
+        (TEMPLATE, {"thinking_token_budget": 4, "response_format": {"type": "json_object"}}, "and response_format exclude"),
+        (TEMPLATE, {"thinking_token_budget": 4, "logprobs": True}, "thinking_token_budget and logprobs exclude"),
+        (TEMPLATE, {"priority": 1}, "priority: Input should be 0"),
+        (TEMPLATE, {"prompt_logprobs": 1}, "prompt_logprobs is not supported here"),
+        (TEMPLATE, {"suffix": "x"}, "suffix is not supported here"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(refusing: Any, template: str, body: Any, words: str) -> None:
+    client, model = refusing
+    model.tokenizer.chat_template = ChatTemplate(template)
+    answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": ASKED, "max_tokens": 5} | body)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.json()
+
+
+def test_effort_reaches_templates_that_know_it(refusing: Any) -> None:
+    client, model = refusing
+    model.tokenizer.chat_template = ChatTemplate("{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}.")
+    more = ChatTemplate("{% if enable_thinking is defined and not enable_thinking %}no{% endif %}.")
+    for template, effort, tokens in ((None, "high", 5), (None, "none", 5), (more, "none", 3)):
+        model.tokenizer.chat_template = template or model.tokenizer.chat_template
+        body = {"model": "tiny", "messages": ASKED, "max_tokens": 1, "reasoning_effort": effort}
+        assert client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"] == tokens
+
+
+def test_ends_and_the_prompt_by_fields_of_vllm(refusing: Any) -> None:
+    client, _ = refusing
+
+    def text(**body: Any) -> Any:
+        answer = client.post("/v1/completions", json={"model": "tiny", "temperature": 0, "max_tokens": 6} | body).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]
+
+    assert text(prompt="xxxximport os", truncate_prompt_tokens=9) == text(prompt="import os")
+    assert text(prompt="x" * 500, truncate_prompt_tokens=-1)[1] == 448
+    kept = text(prompt="import os")[0]
+    assert (
+        text(prompt="import os", ignore_eos=True, stop_token_ids=[ord(kept[2])])[0] == kept[: kept.index(kept[2]) + 1]
+    )
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Any:
+    from fastapi.testclient import TestClient
+
+    from pdkernels.engine import Engine
+    from pdkernels.serve import create_app
+
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer, TEMPLATE)
+    with TestClient(create_app(Engine(model, max_new_tokens=64), "tiny"), raise_server_exceptions=False) as client:
+        yield client, model
+
+
+def test_end_tokens_may_be_tokens_like_others(serve: Any) -> None:
+    address, _ = serve(model=speaking("Yes.", "{{ messages[0].content }}"))
+    assert asked(client_of(address))[3].completion_tokens == 5
+    assert asked(client_of(address), extra_body={"ignore_eos": True})[2:][1].completion_tokens == 60
+
+
+def test_a_form_comes_after_the_thought_that_the_prompt_opens(serve: Any) -> None:
+    """The grammar has the thought end, and the answer be of the form within the tokens there are."""
+    address, _ = serve(model=speaking("xxxxxxxHm.</think>\n\nNo form.", "{{ messages[0].content }}{{ '<think>' }}"))
+    thought, text, _, _ = asked(client_of(address), extra_body={"choice": ["red", "blue"]})
+    assert (thought, text in ("red", "blue")) == ("Hm.", True)
+    thought, text, _, _ = asked(client_of(address), max_tokens=20, extra_body={"regex": "[0-9]{4}"})
+    assert text.isdigit() and len(text) == 4
+
+
+def test_tokens_that_were_known_are_counted(serve: Any) -> None:
+    address, _ = serve()
+    client, options = client_of(address), {"model": "tiny", "prompt": "x = 1\n" * 40, "max_tokens": 2, "temperature": 0}
+    first, second = (client.completions.create(**options).usage.prompt_tokens_details for _ in range(2))
+    assert first.cached_tokens == 0 and second.cached_tokens >= 192

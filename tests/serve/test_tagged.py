@@ -167,8 +167,7 @@ GET: Any = {"type": "function", "function": {"name": "get", "parameters": SCHEMA
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_forms_of_a_server(serve: Any, name: str, stream: bool) -> None:
+def test_forms_of_a_server(serve: Any, name: str) -> None:
     """What the model writes, and a call that must come: in the model's form where a grammar can write it."""
     form, source = TEMPLATES[name]
     entries = [{"id": "functions.get:0", "function": {"name": "get", "arguments": VALUES[1]}}]
@@ -178,7 +177,7 @@ def test_forms_of_a_server(serve: Any, name: str, stream: bool) -> None:
     address, _ = serve_speaking(serve, said, template=f"tools {shape}")
     client = client_of(address)
 
-    def calls(**more: Any) -> Any:
+    def calls(stream: bool, **more: Any) -> Any:
         asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "tools": [GET], "temperature": 0}
         answer = client.chat.completions.create(**asked | more, stream=stream)
         if not stream:
@@ -190,13 +189,14 @@ def test_forms_of_a_server(serve: Any, name: str, stream: bool) -> None:
         pieces[0].arguments += "".join(one.arguments for one in pieces[1:])
         return content, pieces[:1], choices[-1].finish_reason
 
-    content, found, reason = calls()
-    assert (content, [one.name for one in found], reason) == ("So.", ["get"], "tool_calls")
-    assert json.loads(found[0].arguments) == VALUES[1]
     named: Any = {"type": "function", "function": {"name": "get"}}
-    _, found, _ = calls(tool_choice=named, max_tokens=290)
-    made = json.loads(found[0].arguments)
-    assert made.keys() >= {"city", "days"} and isinstance(made["city"], str) and isinstance(made["days"], int)
+    for stream in (False, True):
+        content, found, reason = calls(stream)
+        assert (content, [one.name for one in found], reason) == ("So.", ["get"], "tool_calls")
+        assert json.loads(found[0].arguments) == VALUES[1]
+        _, found, _ = calls(stream, tool_choice=named, max_tokens=290)
+        made = json.loads(found[0].arguments)
+        assert made.keys() >= {"city", "days"} and isinstance(made["city"], str) and isinstance(made["days"], int)
 
 
 def test_a_form_that_is_not_known_is_told_once(serve: Any, caplog: Any) -> None:
