@@ -174,3 +174,24 @@ def test_tokens_that_were_known_are_counted(serve: Any) -> None:
     client, options = client_of(address), {"model": "tiny", "prompt": "x = 1\n" * 40, "max_tokens": 2, "temperature": 0}
     first, second = (client.completions.create(**options).usage.prompt_tokens_details for _ in range(2))
     assert first.cached_tokens == 0 and second.cached_tokens >= 192
+
+
+def test_thoughts_go_back_into_the_template() -> None:
+    """By the names of all clients."""
+    from pdkernels.serve.messages import plain
+    from pdkernels.serve.messages_api import chat_messages
+    from pdkernels.serve.responses import messages_of
+    from tests.support.chat_templates import QWEN3
+
+    user: Any = {"role": "user", "content": "Hi"}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    blocks = [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Yes."}]
+    chats: list[list[dict[str, Any]]] = [
+        [user, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}],
+        [user, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}],
+        messages_of([user, thought, {"role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]}]),
+        chat_messages([user, {"role": "assistant", "content": blocks}]),
+    ]
+    for chat in chats:
+        text = ChatTemplate(QWEN3).render(plain(chat, QWEN3), add_generation_prompt=False)
+        assert text.endswith("<think>\nHm.\n</think>\n\nYes.<|im_end|>\n")
