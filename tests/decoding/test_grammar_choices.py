@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import product
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_tokens_of_texts_equal_the_reference(seed: int) -> None:
     ends = [n for n, token in enumerate(tokens) if token is None]
     over = _host.TokenAutomaton(made, [token or b"" for token in tokens], ends, 10**6)
     language = made.table, made.accepting, [token if token is None or token else b"" for token in tokens]
-    bits = np.zeros(1, dtype=np.int32)
+    bits: Any = np.zeros(1, dtype=np.int32)
     for _ in range(20):
         path = [draw.randrange(len(tokens)) for _ in range(draw.randint(0, 3))]
         there: int | None = 0

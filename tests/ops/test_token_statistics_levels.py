@@ -15,7 +15,7 @@ from tests.ops.token_cases import DTYPES, check, rows_of
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, width", [(200, 7), (20, 8200)])
-def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torch.dtype) -> None:
+def test_every_vector_unit(level_ops: Any, rows: int, width: int, dtype: torch.dtype) -> None:
     logits = rows_of(rows, width, dtype)
     check(pd.TokenStatistics(*level_ops.token_statistics(logits)), logits)
     for options in (
