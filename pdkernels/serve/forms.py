@@ -7,18 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pdkernels.decoding import Grammar
-from pdkernels.grammar.language import (
-    Alt,
-    Chars,
-    Expression,
-    Repeat,
-    complement,
-    either,
-    optional,
-    sequence,
-    text,
-    without,
-)
+from pdkernels.grammar.language import Alt, Chars, Expression, Repeat, complement, either, optional, sequence, text
+from pdkernels.grammar.products import without
 from pdkernels.grammar.regex import parsed
 from pdkernels.grammar.schema import Size, parsed_schema
 from pdkernels.serve.calls import PLAIN, CallForm, JsonForm
