@@ -54,8 +54,9 @@ inline std::tuple<Tensor> greedy_steps(const GreedyInputs& in) {
   lengths.emplace(in.lengths);
   GreedyStepsArgs args;
   args.layers = layers.args;
-  args.next = unpack_next_token(
-      {in.table, in.remaining, lengths, layers.logits, {}, in.ends, in.suppress, in.capacity, in.draft}, memory);
+  const NextTokenInputs next{in.table, in.remaining, lengths,     layers.logits, {},
+                             in.ends,  in.suppress,  in.capacity, in.draft};
+  args.next = unpack_next_token(next, memory);
   Tensor log = torch::stable::new_empty(table, {in.steps, table.size(0), table.size(1)});
   int64_t done = 0;
   args.steps = in.steps, args.log = data<int64_t>(log), args.done = &done;

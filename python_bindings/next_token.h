@@ -20,7 +20,8 @@ struct NextTokenInputs {
   auto fields() const { return std::tie(table, remaining, lengths, logits, tokens, ends, suppress, capacity, draft); }
 };
 
-// The arguments of the kernel; `memory` is what they point to.
+// The arguments of the kernel, which point to `memory` and to `in`.
+inline NextTokenArgs unpack_next_token(NextTokenInputs&& in, Tensor& memory) = delete;
 inline NextTokenArgs unpack_next_token(const NextTokenInputs& in, Tensor& memory) {
   const SameDevice device(in.table);
   const auto longs = [&](const Tensor& t, std::initializer_list<int64_t> sizes) {

@@ -44,7 +44,7 @@ struct LogitFilters {
   PDK_HD int32_t count_of(int64_t r, int64_t id) const { return counts.given() ? counts.row<int32_t>(r)[id] : 0; }
   PDK_HD static int64_t id_of(int64_t entry) { return entry < -1 ? -2 - entry : entry; }
   // The count, as in `counts`, of the token of an entry of `recent`; 0 if an earlier entry has the token too.
-  PDK_HD int32_t count_with_recent(int64_t r, int64_t i) const {
+  [[gnu::always_inline]] PDK_HD int32_t count_with_recent(int64_t r, int64_t i) const {
     const int64_t id = id_of(recent.at(r, i)), before = count_of(r, id);
     int64_t count = before > 0 ? before : 0;
     for (int64_t j = 0; j < recent.count; ++j) {
