@@ -405,6 +405,7 @@ def test_texts_are_read_before_a_forward(method: str, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(owner, name, spy)
 
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "0")
     noted(Prefixes, "read", "r")
     kind = type(model(METHODS[method].example))
     noted(kind, "hidden", "f"), noted(kind, "recompute", "f")

@@ -176,15 +176,15 @@ def test_every_causal_method_is_lossless(form: str, qwen3: Path) -> None:
 
 def test_the_whole_step_takes_experts(qwen3: Path) -> None:
     model, seen = models.load(qwen3, dtype=torch.float32), []
-    run = whole_step.run_layers
+    run = whole_step.run_forward
 
     def recorded(*arguments: Any) -> Any:
         seen.append(run(*arguments))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_step, "run_layers", recorded)
-        generate(model, TOKENS, max_new_tokens=3)
+        patch.setattr(whole_step, "run_forward", recorded)
+        generate(model, TOKENS, "jacobi", max_new_tokens=3)
     assert seen and all(one is not None for one in seen)
 
 
