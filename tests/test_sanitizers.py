@@ -66,8 +66,12 @@ def test_a_write_past_a_tensor_is_noticed(environment: dict[str, str]) -> None:
 
 
 def test_the_layers_of_a_model(environment: dict[str, str]) -> None:
-    """They are one op, which is not among those of tests/ops."""
-    tests = ("tests/models/test_whole_step.py", "tests/models/test_whole_step_experts.py")
+    """And greedy steps: ops that are not among those of tests/ops."""
+    tests = [f"tests/models/test_whole_step{kind}.py" for kind in ("", "_experts")]
+    tests += [
+        "tests/decoding/test_next_token.py",
+        "tests/decoding/test_draft_model.py",
+    ]  # greedy steps, some tokens banned
     arguments = ("-m", "pytest", *tests, "-q", "-x", "-m", "not slow", "-k", "not compiled")
     answer = run(*arguments, "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=sys", environment=environment)
     report = re.search("(==[0-9]+==ERROR|[^\n]+runtime error:).{,4000}", answer.stderr, re.DOTALL)
