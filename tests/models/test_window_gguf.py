@@ -25,7 +25,8 @@ RULE = {**YARN, "attention_factor": None}
 def built(family: str, **more: Any) -> Any:
     arch = "gpt-oss" if family == "gpt_oss" else "olmo2"
     kinds = [KINDS[slides] for slides in SLIDES[arch]]
-    layered = {} if family == "olmo2" else {"layer_types": kinds, "rope_scaling": {**RULE}}  # transformers writes into it
+    # transformers writes into a rule.
+    layered = {} if family == "olmo2" else {"layer_types": kinds, "rope_scaling": {**RULE}}
     return a_model(family, num_hidden_layers=4, **layered, **more)
 
 
