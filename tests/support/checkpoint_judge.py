@@ -102,8 +102,9 @@ def check_right(model: Any, folder: Path) -> None:
     ]
     assert model.dtype == dtype, "another dtype"
     path = folder / "generation_config.json"
-    ends = read_json(path).get("eos_token_id") if path.exists() else None
-    ends = fields.get("eos_token_id", []) if ends is None else ends
+    generation = read_json(path) if path.exists() else {}
+    ends = generation.get("eos_token_id", fields.get("eos_token_id", []))  # null: none, as in transformers
+    ends = [] if ends is None else ends
     assert set(model.end_tokens) == set(ends if isinstance(ends, list) else [ends]), "other end tokens"
     if isinstance(model, models.Transformer) and "mask_token_id" in fields:
         assert model.mask_token == fields["mask_token_id"], "another mask token"
