@@ -30,7 +30,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -283,7 +283,8 @@ def run_model(
                 if name in rivals and name not in peaks:
                     chosen = found["settings"][model][str(threads)].get("1 after 64", {}).get(name, "")
                     setting = SETTINGS.get(spec["engine"], {}).get(chosen, {})
-                    peaks[name] = peak(spec, python[spec["engine"]], setting, question)
+                    with suppress(Refused):  # noted when it was to answer
+                        peaks[name] = peak(spec, python[spec["engine"]], setting, question)
             save()
 
 
