@@ -53,9 +53,9 @@ TEXT = (
     "close to that of a single token, as long as the memory is what limits the speed. The prompt of a chat is a forward over many rows. "
 )
 QUESTION = f"Repeat this text word for word, three times:\n\n{TEXT}"
-MOST_ROUNDS, LEAST_ROUNDS = 40, 3
+MAX_ROUNDS, MIN_ROUNDS = 40, 3
 ANSWER = 96  # tokens
-LEAST_EQUAL = 0.85  # of an engine's choices
+MIN_AGREEMENT = 0.85  # of an engine's choices
 
 
 MOST_CACHED = 8192  # tokens of a batch
@@ -68,9 +68,9 @@ class Cell(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """By engine and format: the least time, the setting it had, and the least times of all settings."""
+    """By engine and format: the minimum of the times, the setting it had, and the minima of all settings."""
 
-    least: dict[str, float | None]
+    minima: dict[str, float | None]
     settings: dict[str, str]
     tried: dict[str, dict[str, float]]
 
@@ -138,16 +138,16 @@ def measure(cell: Cell, rivals: Rivals, seconds: float, noted: dict[str, Any]) -
         if tried:
             best = min(tried, key=tried.__getitem__)
             running[name], found.settings[name], found.tried[name] = by_setting[best], best, tried
-        found.least[name] = min(tried.values(), default=None)
+        found.minima[name] = min(tried.values(), default=None)
     spent = dict.fromkeys(running, 0.0)
-    for round_ in range(MOST_ROUNDS):
+    for round_ in range(MAX_ROUNDS):
         for name in list(running):
-            if round_ >= LEAST_ROUNDS and spent[name] > seconds:
+            if round_ >= MIN_ROUNDS and spent[name] > seconds:
                 continue
             start = time.perf_counter()
             try:
                 took = run(cell, running[name], name, noted)
-                found.least[name] = min(took, found.least[name] or took)
+                found.minima[name] = min(took, found.minima[name] or took)
             except Refused as error:
                 noted.setdefault("refused", {}).setdefault(name, {})[cell.name] = str(error)
                 del running[name]
@@ -158,10 +158,10 @@ def measure(cell: Cell, rivals: Rivals, seconds: float, noted: dict[str, Any]) -
 
 def tries(cell: Cell, worker: Worker, name: str, noted: dict[str, Any]) -> float:
     start = time.perf_counter()
-    least = run(cell, worker, name, noted)
+    first = run(cell, worker, name, noted)
     # A long one has its caches warm.
     again = time.perf_counter() - start < 1
-    return min(least, run(cell, worker, name, noted)) if again else least
+    return min(first, run(cell, worker, name, noted)) if again else first
 
 
 def run(cell: Cell, worker: Worker, name: str, noted: dict[str, Any]) -> float:
@@ -200,8 +200,8 @@ def agreement(a: list[int], b: list[int]) -> float:
 
 
 def check(rivals: Rivals, text: list[int]) -> dict[str, float]:
-    """The share of equal choices after the tokens of a text, with ours of the same format: the least of all settings. A peer's
-    setting that computes something else is left out."""
+    """The share of equal choices after the tokens of a text, with ours of the same format: the minimum of all settings. A peer's
+    setting that computes something else is left out, with a share of its own."""
     own = {name: next(iter(rivals[name].values()))("choices", text) for name in rivals if name.startswith("pdkernels")}
     agreeing: dict[str, float] = {}
     for name, by_setting in list(rivals.items()):
@@ -211,10 +211,11 @@ def check(rivals: Rivals, text: list[int]) -> dict[str, float]:
                 share = agreement(expected, worker("choices", text))
             except Refused:
                 continue
-            if share < LEAST_EQUAL:
+            if share < MIN_AGREEMENT:
                 Console(stderr=True).print(
                     f"{name} {setting} is left out: {share:.2f} of its choices are ours", markup=False
                 )
+                agreeing[f"{name}, {setting}, left out"] = share
                 del by_setting[setting]
             else:
                 agreeing[name] = min(share, agreeing.get(name, 1.0))
@@ -273,7 +274,7 @@ def run_model(
                 for cell in left:
                     noted = found["notes"].setdefault(model, {}).setdefault(str(threads), {})
                     measured = measure(cell, rivals, given.seconds, noted)
-                    own.setdefault(str(threads), {})[cell.name] = measured.least
+                    own.setdefault(str(threads), {})[cell.name] = measured.minima
                     for what, by_name in (("settings", measured.settings), ("tried", measured.tried)):
                         found[what].setdefault(model, {}).setdefault(str(threads), {})[cell.name] = by_name
                     save()

@@ -20,7 +20,7 @@ from bench import (
     engine_drafts,
     engine_load,
 )
-from bench.cpu_engines import ANSWER, LEAST_ROUNDS, Cell
+from bench.cpu_engines import ANSWER, MIN_ROUNDS, Cell
 from bench.cpu_processes import Refused, Worker
 from bench.workers import ik_llama, peers
 from bench.workers.engine import DRAFT
@@ -44,9 +44,9 @@ def test_the_minimum_of_rounds_in_turns() -> None:
     rivals: Any = {"a": {"": Fake(3.0, 2.0, 5.0)}, "b": {"": Fake(Refused("it cannot"))}}
     noted: dict[str, Any] = {}
     found = cpu_engines.measure(Cell("8 after 64", ["begin", [1], 1], ["forward", [2]]), rivals, 0.0, noted)
-    assert found.least == {"a": 2.0, "b": None} and not found.tried
+    assert found.minima == {"a": 2.0, "b": None} and not found.tried
     assert noted == {"refused": {"b": {"8 after 64": "it cannot"}}}
-    assert rivals["a"][""].told == [("begin", [1], 1)] + LEAST_ROUNDS * [("forward", [2])]
+    assert rivals["a"][""].told == [("begin", [1], 1)] + MIN_ROUNDS * [("forward", [2])]
 
 
 def test_the_fastest_setting_goes_on() -> None:
@@ -54,9 +54,9 @@ def test_the_fastest_setting_goes_on() -> None:
     slow, fast, none = Fake(9.0), Fake(4.0), Fake(Refused("it cannot"))
     rivals: Any = {"b": {"none": none, "slow": slow, "fast": fast}}
     found = cpu_engines.measure(Cell("1 after 64", ["begin", [1], 1], ["forward", [2]]), rivals, 0.0, {})
-    assert found.least == {"b": 4.0} and found.settings == {"b": "fast"}
+    assert found.minima == {"b": 4.0} and found.settings == {"b": "fast"}
     assert found.tried == {"b": {"slow": 9.0, "fast": 4.0}}
-    assert len(slow.told) == 1 + 2 and len(fast.told) == 1 + 2 + LEAST_ROUNDS
+    assert len(slow.told) == 1 + 2 and len(fast.told) == 1 + 2 + MIN_ROUNDS
     cpu_engines.measure(Cell("8 after 64", ["begin", [1], 1], ["forward", [2]]), rivals, 0.0, {})
     assert [told[0] for told in slow.told].count("begin") == 1, "its cache holds the same tokens"
 
@@ -65,7 +65,7 @@ def test_an_answer_is_ms_a_token() -> None:
     noted: dict[str, Any] = {}
     rivals: Any = {"a": {"": Fake([5.0 * ANSWER, [7]])}}
     found = cpu_engines.measure(Cell("answer", None, ["answer", [1], ANSWER, False]), rivals, 0.0, noted)
-    assert found.least == {"a": 5.0} and noted == {"answers": {"a": {"answer": [7]}}}
+    assert found.minima == {"a": 5.0} and noted == {"answers": {"a": {"answer": [7]}}}
 
 
 def test_builds_have_the_instructions_that_ours_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_worker_answers_and_refuses(tmp_path: Path) -> None:
 
 
 def test_kinds_of_drafts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least time of rounds; an answer that differs from the engine's own token by token is counted; what is refused is not asked again."""
+    """The minimum of rounds; an answer that differs from the engine's own token by token is counted; what is refused is not asked again."""
     monkeypatch.setattr(
         drafters_peers, "KINDS", {"pdkernels": ["none", "lookup"], "b": ["none", "lookup", "early exit"]}
     )
@@ -279,7 +279,7 @@ def test_the_committed_figures_have_tables() -> None:
     assert cpu_engines_report.summary(cpu_engines.RESULTS).count("**pdkernels") >= 4
 
 
-def test_clients_take_turns_and_the_least_round_counts() -> None:
+def test_clients_take_turns_and_the_minimum_counts() -> None:
     rounds = iter(
         [9.0, 40.0, 30.0, 8.0, 20.0, 50.0]
     )  # of one client and two, in a round that only warms up, and in two more
