@@ -18,6 +18,8 @@ from pdkernels._validation import check, check_fits_memory, integer
 from pdkernels.cache.contiguous import KVCacheBase
 from pdkernels.ops.recurrent_state import state_commit_, state_trim_
 
+_OF_PAGES = ("reserve_", "reclaim_", "resize_row_", "hold_row_", "pages", "shared_pool", "page_size", "num_pages")
+
 PENDING_ROWS = 64
 """Rows of a draft that can be rejected, unless `HybridCache.reserve_drafts_` makes room for more."""
 
@@ -42,6 +44,19 @@ class StateSlots(NamedTuple):
     state: Tensor
     lengths: Tensor
     pending: tuple[Tensor, ...]
+
+
+class SavedStates(NamedTuple):
+    """The states of a sequence at some time, with which another one goes on, if it has the K and V (`save_states`)."""
+
+    earliest: int
+    """The shortest length that they can be cut to."""
+    lengths: Tensor
+    """``(states,)``"""
+    tensors: list[Tensor]
+    """Of each state: it, and the rows that have not gone into it."""
+    pending: int
+    """These rows."""
 
 
 class StateStep(NamedTuple):
@@ -114,7 +129,7 @@ class HybridCache:
         return self.kv.dtype
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("reserve_", "reclaim_", "resize_row_", "page_size", "num_pages"):  # of a paged cache
+        if name in _OF_PAGES:
             return getattr(self.kv, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
@@ -224,6 +239,38 @@ class HybridCache:
             low = other.earliest(other_row)
             check(length == 0 or low <= length, op, "length", f"be 0 or at least {low}", length)
         self.kv.copy_row_(row, other.kv, other_row, length)
+        self._copy_states(row, other, other_row)
+
+    def move_row_(self, row: int, other: HybridCache, other_row: int, length: int) -> None:
+        """Takes over a sequence of `length` tokens from another cache on the same pool, with its pages."""
+        self.kv.move_row_(row, other.kv, other_row, length)  # type: ignore[attr-defined]
+        self._copy_states(row, other, other_row)
+        other.idle_row_(other_row)
+
+    def save_states(self, row: int) -> SavedStates:
+        """A copy of the states of a sequence, and of the rows that have not gone into them. Reads the device."""
+        seen = self.state_lengths[:, row].clone()
+        index = self.pending_index[row, : int(self.lengths[row] - seen.min())]
+        tensors = [
+            tensor
+            for slots in self.states.values()
+            for tensor in (slots.state[row].clone(), *(rows[row].index_select(0, index) for rows in slots.pending))
+        ]
+        return SavedStates(int(seen.max()), seen, tensors, len(index))
+
+    def load_states_(self, row: int, saved: SavedStates) -> None:
+        """Gives a sequence, whose length is from `saved.earliest` on, the states of another of a cache of this model."""
+        self.reserve_drafts_(saved.pending)
+        tensors = iter(saved.tensors)
+        for slots in self.states.values():
+            slots.state[row].copy_(next(tensors))
+            for rows in slots.pending:
+                pending = next(tensors)
+                rows[row, : len(pending)] = pending
+        self.state_lengths[:, row].copy_(saved.lengths)
+        self.pending_index[row].copy_(torch.arange(self.pending, device=self.device))
+
+    def _copy_states(self, row: int, other: HybridCache, other_row: int) -> None:
         self.reserve_drafts_(other.pending)
         for name, slots in self.states.items():
             source_slots = other.states[name]

@@ -69,9 +69,9 @@ class Engine:
         max_waiting: requests that have not joined a batch.
         prompt_tokens_per_step: tokens of prompts that may run between two steps. A longer prompt runs in pieces, so
             that it does not stall the others.
-        kept_prompt_tokens: tokens of earlier prompts whose K and V are kept, for prompts that begin with the same ones;
-            0 keeps none.
-        cache_tokens: tokens that all pages hold together, of running requests and of earlier prompts; there are enough
+        kept_prompt_tokens: tokens of earlier prompts and answers whose K and V are kept, for prompts that begin with the
+            same ones; 0 keeps none. Recurrent states that are kept count as the tokens whose memory they take.
+        cache_tokens: tokens that all pages hold together, of running requests and of earlier texts; there are enough
             for the longest request in any case. None: enough for `max_running` of them and `kept_prompt_tokens`, but at
             most half of the memory that is free.
 

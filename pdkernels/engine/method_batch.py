@@ -14,7 +14,8 @@ from pdkernels.decoding.request import finished
 from pdkernels.decoding.steps import Preempted, RunningBatch, Steps
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
-from pdkernels.engine.pages import CachedPrefix, Memory
+from pdkernels.engine.pages import Memory
+from pdkernels.engine.tree import SHORTEST, CachedPrefix
 from pdkernels.generation.sampler import Sampler
 from pdkernels.generation.session import Session
 
@@ -77,8 +78,8 @@ class MethodBatch:
         self.waiting: deque[Request] = deque()
         self.prefilling: Request | None = None
         """The one whose prompt runs."""
-        self._branch = 0
-        """Where its state is kept for prompts that branch off there."""
+        self._stops: list[int] = []
+        """Where its states are kept for prompts that leave it there."""
         self.running: dict[int, Request] = {}
         """By row."""
         self.batch: RunningBatch | None = None
@@ -126,14 +127,14 @@ class MethodBatch:
         assert self.batch is not None
         for row, request in list(self.running.items()):
             if (reason := request.over) is not None:
-                self._leave(row, metrics, reason)
+                self._leave(row, memory, metrics, reason)
         while budget > 0 and (spent := self._join(memory, budget, before, metrics)) > 0:
             budget -= spent
         self._grow(memory, metrics)
         if self.running:
             metrics.steps += 1
             for row in self.batch.step():
-                self._leave(row, metrics)
+                self._leave(row, memory, metrics)
         self._shrink()
         self.last_used = time.perf_counter()
 
@@ -162,12 +163,9 @@ class MethodBatch:
             self.prefilling = None
         else:
             row = next(row for row, running in self.running.items() if running is request)
-            pages = self.batch.steps.cache.pages(row)
+            self._keep_answer(memory, request, row)
             del self.running[row]
-            memory.pages.pool.hold(pages)
             request.preempted = self.batch.leave(row)
-            memory.pages.keep(request.preempted.text, pages)
-            memory.pages.pool.release(pages)
         # Those that wait here are all younger.
         self.waiting.appendleft(request)
 
@@ -197,9 +195,9 @@ class MethodBatch:
         if staging.pool is not None:
             pages = memory.pages
             prefix = (
-                pages.find(text if request.preempted else text[:-1])
+                pages.find(memory.root(request.session), text if request.preempted else text[:-1])
                 if staging.in_pieces or request.preempted
-                else CachedPrefix([], None, 0)
+                else CachedPrefix([], None, 0, None, 0)
             )
             held_pages = [*prefix.pages, *([] if prefix.partial is None else [prefix.partial])]
             room = staging.room(request.session, len(text))
@@ -211,7 +209,9 @@ class MethodBatch:
             pages.pool.hold(held_pages)
             enough = pages.reclaim(need - len(prefix.pages))
             if enough:
-                staging.begin(prefix.pages, prefix.partial, text[: prefix.length], len(prompt), room)
+                known = text[: prefix.length]
+                staging.begin(prefix.pages, prefix.partial, known, len(prompt), room, prefix.states)
+                self._stops = self._worth_keeping(memory, request, prefix)
                 pages.blocked = None
             elif pages.blocked is None or request.handle.number < pages.blocked:
                 pages.blocked = request.handle.number
@@ -220,10 +220,11 @@ class MethodBatch:
                 return False
             length = prefix.length
         elif staging.in_pieces:
-            prefix_cache = memory.prefixes.find(request.session.model, prompt)
+            owner = request.session.model, *memory.root(request.session)
+            prefix_cache = memory.prefixes.find(owner, prompt)
             if prefix_cache.length:
                 staging.adopt(prefix_cache.cache, prefix_cache.length)
-            self._branch, length = prefix_cache.branch, prefix_cache.length
+            self._stops, length = [prefix_cache.branch], prefix_cache.length
         else:
             return True
         if request.preempted is None:
@@ -231,14 +232,35 @@ class MethodBatch:
             request.handle.reused = length
         return True
 
+    def _worth_keeping(self, memory: Memory, request: Request, prefix: CachedPrefix) -> list[int]:
+        """The lengths of a text after which recurrent states are kept: where earlier texts have left it, at multiples,
+        and after its last end token, since chat templates may write the beginning of an answer in another way when the
+        answer is there."""
+        pages, text = memory.pages, request.text
+        if not pages.state_rows:
+            return []
+        ends = [at + 1 for at, token in enumerate(text) if token in request.session.end_tokens]
+        first = prefix.length + SHORTEST
+        stops = {prefix.branch, *range(pages.every, len(text), pages.every), *ends[-1:]}
+        return sorted(stop for stop in stops if first <= stop < len(text))
+
     def _keep(self, memory: Memory, request: Request, text: list[int], row: int | None = None) -> None:
         """Remembers the K and V of a text: those of a row, or of `staging`."""
         assert self.batch is not None
-        if self.batch.staging.pool is not None:
-            if row is not None:
-                memory.pages.keep(text, self.batch.steps.cache.pages(row))
-        elif self.batch.staging.in_pieces:
-            memory.prefixes.keep(request.session.model, text, self.batch.staging.steps.cache)
+        staging, root = self.batch.staging, memory.root(request.session)
+        cache = staging.steps.cache if row is None else self.batch.steps.cache
+        if staging.pool is not None:
+            states = cache.save_states(row or 0) if memory.pages.state_rows else None
+            memory.pages.keep(root, text, cache.pages(row or 0), states)
+        elif staging.in_pieces:
+            memory.prefixes.keep((request.session.model, *root), text, staging.steps.cache)
+
+    def _keep_answer(self, memory: Memory, request: Request, row: int) -> None:
+        """Remembers the K and V of a request that leaves its row, for a text that goes on after it."""
+        assert self.batch is not None
+        if self.batch.staging.pool is not None and self.batch.steps.resumes:
+            length = int(self.batch.steps.cache.lengths[row])
+            self._keep(memory, request, (request.session.prompts[0] + request.session.tokens[0])[:length], row)
 
     def _join(self, memory: Memory, budget: int, before: int | None, metrics: EngineMetrics) -> int:
         """Runs a piece of a prompt, or lets its request join. Returns the tokens it ran; 0: there is none, or no
@@ -249,7 +271,7 @@ class MethodBatch:
             young = not self.waiting or (before is not None and self.oldest >= before)
             if young or len(self.running) == self._rows or memory.before(self.oldest):
                 return 0
-            self._branch = 0
+            self._stops = []
             try:
                 if not self._begin(self.waiting[0], memory, metrics):
                     return 0
@@ -268,14 +290,13 @@ class MethodBatch:
         remaining = len(prompt) - staging.cached
         # Rows after the first piece stay beside recurrent states until the next one.
         budget = min(budget, getattr(staging.steps.cache, "pending", budget))
-        if staging.cached < self._branch:
-            budget = min(budget, self._branch - staging.cached)
+        budget = min([budget, *(stop - staging.cached for stop in self._stops if stop > staging.cached)])
         try:
             pieces = staging.in_pieces or request.preempted is not None
             if pieces and remaining > budget:
                 staging.run(prompt, budget)
-                if staging.cached == self._branch:
-                    self._keep(memory, request, prompt[: self._branch])
+                if staging.cached in self._stops:
+                    self._keep(memory, request, prompt[: staging.cached])
                 return budget
             if not batch.free:
                 batch = self._take(self._size(len(self.running) + 1))
@@ -304,10 +325,11 @@ class MethodBatch:
         request.preempted = None
         return max(1, remaining)
 
-    def _leave(self, row: int, metrics: EngineMetrics, reason: FinishReason | None = None) -> None:
+    def _leave(self, row: int, memory: Memory, metrics: EngineMetrics, reason: FinishReason | None = None) -> None:
         assert self.batch is not None
         request = self.running.pop(row)
         try:
+            self._keep_answer(memory, request, row)
             forwards = self.batch.retire(row)
         except BaseException as error:
             _ended(request, None, metrics, error=error)

@@ -22,7 +22,7 @@ class EngineMetrics:
     prompt_tokens: int = 0
     """Tokens of the prompts that have joined."""
     reused_tokens: int = 0
-    """Those among them whose K and V were known from an earlier prompt."""
+    """Those among them whose K and V were known from an earlier text."""
     new_tokens: int = 0
     """Tokens of finished requests."""
     accepted_tokens: int = 0
@@ -38,11 +38,15 @@ class EngineMetrics:
     pages: int = 0
     """Pages that all requests share; 0 for a model without pages."""
     used_pages: int = 0
-    """Those of requests and of earlier prompts."""
+    """Those of requests and of earlier texts."""
     shared_pages: int = 0
     """Those of several of them."""
     kept_tokens: int = 0
-    """Tokens of earlier prompts whose K and V are kept."""
+    """Tokens of earlier texts whose K and V are kept."""
+    kept_states: int = 0
+    """Recurrent states of earlier texts that are kept."""
+    forgotten_tokens: int = 0
+    """Tokens of earlier texts whose K and V were kept and are no more."""
     waited: float = 0.0
     """From `submit` until the request joined."""
     to_first_token: float = 0.0

@@ -33,15 +33,18 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.tokens = limit, 0
-        self._kept: OrderedDict[int, tuple[Any, Tensor, Any]] = OrderedDict()  # by number: model, tokens, cache
+        self._kept: OrderedDict[int, tuple[tuple[Any, ...], Tensor, Any]] = (
+            OrderedDict()
+        )  # by number: owner, tokens, cache
         self._number = 0
 
-    def find(self, model: Any, prompt: list[int]) -> PrefixHit:
-        """The cache with the longest common beginning; the last token of a prompt is never part of it."""
+    def find(self, owner: tuple[Any, ...], prompt: list[int]) -> PrefixHit:
+        """The cache with the longest common beginning; the last token of a prompt is never part of it. An `owner` is a
+        model, and what else rows depend on."""
         tokens = torch.tensor(prompt[:-1], dtype=torch.int64)
         best, branch = (0, -1), 0
-        for number, (owner, cached, cache) in self._kept.items():
-            if owner is model:
+        for number, (other, cached, cache) in self._kept.items():
+            if other == owner:
                 shorter = min(len(cached), len(tokens))
                 same = (cached[:shorter] == tokens[:shorter]).cumprod(0)
                 length = int(same.sum())
@@ -57,13 +60,13 @@ class Prefixes:
         return PrefixHit(self._kept[number][2], length, branch)
 
     @inference()
-    def keep(self, model: Any, prompt: list[int], cache: Any) -> None:
+    def keep(self, owner: tuple[Any, ...], prompt: list[int], cache: Any) -> None:
         """Copies the rows of a prompt, the first sequence of `cache`."""
         if not _SHORTEST <= len(prompt) <= self.limit:
             return
         tokens = torch.tensor(prompt, dtype=torch.int64)
-        for number, (owner, cached, owned) in list(self._kept.items()):
-            if owner is not model:
+        for number, (other, cached, owned) in list(self._kept.items()):
+            if other != owner:
                 continue
             if (
                 len(cached) >= len(tokens)
@@ -80,9 +83,9 @@ class Prefixes:
                 self._drop(number)
         while self.tokens + len(tokens) > self.limit:
             self._drop(next(iter(self._kept)))
-        copy = model.new_cache(1, len(tokens))
+        copy = owner[0].new_cache(1, len(tokens))
         copy.copy_row_(0, cache, 0, len(tokens))
-        self._kept[self._number] = model, tokens, copy
+        self._kept[self._number] = owner, tokens, copy
         self._number += 1
         self.tokens += len(tokens)
 

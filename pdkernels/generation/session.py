@@ -153,9 +153,9 @@ class Session:
         batch, length = copies * self.batch, self.max_new_tokens + extra
         paged: dict[str, Any] = {} if page_size is None else {"kind": "paged", "page_size": page_size}
         if self.pool is not None:
-            return self.model.new_cache(batch, self.longest + length, pool=self.pool, **options)
+            paged = {"pool": self.pool}
         cache = self.model.new_cache(batch, self.longest + length, **paged, **options)
-        if page_size is not None:
+        if page_size is not None and self.pool is None:
             # All pages at once, so that the loop never needs the host-side allocator.
             cache.reserve_([len(prompt) + length for prompt in self.prompts] * copies)
         if drafts and hasattr(cache, "reserve_drafts_"):

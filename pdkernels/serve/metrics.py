@@ -12,14 +12,16 @@ _GAUGES = {
     "running": "Requests in a batch.",
     "batches": "Allocated batches.",
     "pages": "Pages that all requests share; 0 for a model without pages.",
-    "used_pages": "Pages of requests and of earlier prompts.",
+    "used_pages": "Pages of requests and of earlier texts.",
     "shared_pages": "Pages of several of them.",
-    "kept_tokens": "Tokens of earlier prompts whose K and V are kept.",
+    "kept_tokens": "Tokens of earlier texts whose K and V are kept.",
+    "kept_states": "Recurrent states of earlier texts that are kept.",
 }
 _COUNTERS = {
     "submitted": "Requests.",
     "prompt_tokens": "Tokens of prompts.",
     "reused_tokens": "Tokens of prompts whose K and V were known.",
+    "forgotten_tokens": "Tokens of earlier texts whose K and V are no longer kept.",
     "preemptions": "Times that a request gave its pages to an older one.",
     "recomputed_tokens": "Tokens whose K and V were computed once more after that.",
     "new_tokens": "Tokens of finished answers.",

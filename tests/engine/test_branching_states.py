@@ -47,7 +47,7 @@ def kept(model: Hybrid, prefixes: Prefixes, tokens: list[int]) -> None:
     cache = model.new_cache(1, len(tokens))
     model(torch.tensor([tokens]), cache=cache)
     cache.commit_(torch.tensor([len(tokens)]))
-    prefixes.keep(model, tokens, cache)
+    prefixes.keep((model,), tokens, cache)
 
 
 def test_a_beginning_is_kept_beside_a_text_that_cannot_go_back_to_it(model: Hybrid) -> None:
@@ -55,12 +55,12 @@ def test_a_beginning_is_kept_beside_a_text_that_cannot_go_back_to_it(model: Hybr
     prefixes = Prefixes(1000)
     with torch.inference_mode():
         kept(model, prefixes, first)
-        assert prefixes.find(model, [*first, 1])[1:] == (180, 0)
-        assert prefixes.find(model, second)[1:] == (0, 90)
+        assert prefixes.find((model,), [*first, 1])[1:] == (180, 0)
+        assert prefixes.find((model,), second)[1:] == (0, 90)
         kept(model, prefixes, first[:90])
         assert prefixes.tokens == 270
-        assert prefixes.find(model, second)[1:] == (90, 0)
-        assert prefixes.find(model, [*first, 1])[1:] == (180, 0)
+        assert prefixes.find((model,), second)[1:] == (90, 0)
+        assert prefixes.find((model,), [*first, 1])[1:] == (180, 0)
         kept(model, prefixes, first[:170])  # to which the first text goes back
         assert prefixes.tokens == 270
         kept(model, prefixes, [*first, 2, 3])  # which goes back to all of the first text, but not to its beginning

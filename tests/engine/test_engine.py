@@ -118,7 +118,7 @@ def arrivals(name: str, seed: int, count: int, **more: Any) -> EngineMetrics:
         one.compare(model)
     if (pages := engine._memory.shared_pages) is not None:
         # Earlier texts hold a page each, and nobody else any.
-        assert metrics.used_pages == len(pages._cached) and metrics.shared_pages == 0
+        assert metrics.used_pages == len(pages._pages) and metrics.shared_pages == 0
     return metrics
 
 

@@ -94,12 +94,10 @@ MUTATIONS = {
         "count = -(-length // self.page_size)", "count = length // self.page_size + 1", "cache"
     ),
     "a request knows the whole prompt of an earlier one": Mutation(
-        "pages.find(text if request.preempted else text[:-1])", "pages.find(text)", "engine/test_engine.py"
+        "text if request.preempted else text[:-1])", "text)", "engine/test_engine.py"
     ),
     "recurrent states go back further than they can": Mutation(
-        'not hasattr(cache, "earliest") or length >= cache.earliest(0)',
-        'not hasattr(cache, "earliest") or length > 0',
-        "engine/test_branching_states.py",
+        "if state.saved.earliest <= length", "if length > 0", "engine/test_prefix_tree.py"
     ),
     "a drafter keeps the rows of its guesses": Mutation(
         "self.drafted.lengths.copy_(read)", "read", "decoding/test_eagle.py"

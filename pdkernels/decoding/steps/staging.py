@@ -10,6 +10,7 @@ import torch
 
 from pdkernels._validation import sentence
 from pdkernels.cache import PagePool
+from pdkernels.cache.hybrid import SavedStates
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Rows
 from pdkernels.generation.noise import latents
@@ -108,7 +109,15 @@ class Staging:
         return min(length + steps.slots, capacity) if steps.resumes else capacity
 
     @inference()
-    def begin(self, pages: Sequence[int], partial: int | None, text: list[int], prompt: int, room: int) -> None:
+    def begin(
+        self,
+        pages: Sequence[int],
+        partial: int | None,
+        text: list[int],
+        prompt: int,
+        room: int,
+        states: SavedStates | None = None,
+    ) -> None:
         """Takes over the first rows of the next text, from pages of the pool.
 
         Args:
@@ -117,6 +126,7 @@ class Staging:
             text: the tokens of all these rows.
             prompt: tokens of the prompt, which `text` may go beyond.
             room: tokens to have pages for; the pool has enough of them.
+            states: recurrent ones, after all these rows.
         """
         pool, cache = self.pool, self.steps.cache
         assert pool is not None
@@ -127,6 +137,8 @@ class Staging:
             pool.copy_slots_(cache.pages(0)[len(pages)], partial, copied)
         self.cached = len(text)
         cache.lengths.fill_(self.cached)
+        if states is not None:
+            cache.load_states_(0, states)
         if hasattr(cache, "tell_"):
             cache.tell_(0, text, prompt)
 

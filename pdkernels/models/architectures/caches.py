@@ -11,12 +11,12 @@ from pdkernels.cache import ContiguousKVCache, PagedKVCache, PagePool
 from pdkernels.cache.stored import row_width
 
 
-def new_pool(model: Any, num_pages: int, page_size: int) -> PagePool:
-    """Pages for caches of a model that share them, on its device and in the dtype of its caches."""
+def new_pool(model: Any, num_pages: int, page_size: int, slots: int | None = None) -> PagePool:
+    """Pages for caches of a model that share them, on its device and in the dtype of its caches; one slot per layer, or
+    `slots`."""
     config, dtype = model.config, getattr(model, "cache_dtype", None) or model.dtype
-    return PagePool(
-        config.layers, num_pages, page_size, config.kv_heads, config.head_dim, dtype=dtype, device=model.device
-    )
+    layers = config.layers if slots is None else slots
+    return PagePool(layers, num_pages, page_size, config.kv_heads, config.head_dim, dtype=dtype, device=model.device)
 
 
 def new_cache(

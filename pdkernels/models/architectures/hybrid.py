@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pdkernels._validation import check, check_flag, check_type, fail
 from pdkernels.backends import backend_of
-from pdkernels.cache import Cache, HybridCache, StateShape
+from pdkernels.cache import Cache, HybridCache, PagePool, StateShape
 from pdkernels.masks import TilePlan, causal
 from pdkernels.models.architectures import fused, packing, tree_scan
 from pdkernels.models.architectures.attention import (  # fmt: skip
@@ -27,7 +27,7 @@ from pdkernels.models.architectures.attention import (  # fmt: skip
     seen_by_layer,
     uncached_visibility,
 )
-from pdkernels.models.architectures.caches import new_cache
+from pdkernels.models.architectures.caches import new_cache, new_pool
 from pdkernels.models.architectures.config import TransformerConfig, _check_sizes
 from pdkernels.models.architectures.fused import linear
 from pdkernels.models.architectures.layer import Matrix
@@ -388,11 +388,20 @@ class Hybrid(nn.Module):
         kind: Literal["contiguous", "paged"] = "contiguous",
         page_size: int = 16,
         dtype: torch.dtype | None = None,
+        pool: PagePool | None = None,
     ) -> HybridCache:
-        """As `Transformer.new_cache`, of keys, values and states; `dtype` is that of keys and values."""
-        slots = self.config.mixers.count("attention")
-        kv = new_cache(self, batch, capacity, kind, page_size, slots, dtype)
+        """As `Transformer.new_cache`, of keys, values and states; `dtype` and `pool` are those of keys and values."""
+        kv = new_cache(self, batch, capacity, kind, page_size, self._attention, dtype, pool)
         return HybridCache(kv, dict(self._states()))
+
+    def new_pool(self, num_pages: int, page_size: int) -> PagePool:
+        """Pages of keys and values that several caches of this model share (`new_cache`)."""
+        return new_pool(self, num_pages, page_size, self._attention)
+
+    @property
+    def _attention(self) -> int:
+        """Layers with keys and values."""
+        return self.config.mixers.count("attention")
 
     def _states(self) -> Iterator[tuple[Any, StateShape]]:
         config, dtype = self.config, self.dtype

@@ -1,0 +1,253 @@
+"""A tree of earlier texts over the pages of a pool: each page is a node, named by its tokens and the page before it.
+
+Sources: PagedAttention (arXiv 2309.06180), section 4; RadixAttention (arXiv 2312.07104), section 3, for the tree; what
+is forgotten first is that of GreedyDual-Size (Cao and Irani, "Cost-Aware WWW Proxy Caching Algorithms", USENIX 1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdkernels.cache import PagePool
+from pdkernels.cache.hybrid import SavedStates
+
+SHORTEST = 16
+"""Tokens that are cheaper to run than to look up."""
+
+Root = tuple[Hashable, ...]
+"""What rows depend on besides the tokens: texts of different roots share nothing."""
+
+
+@dataclass(eq=False)
+class Page:
+    """A page of an earlier text. Its rows depend on all tokens before it, so its name says these too."""
+
+    number: int
+    before: Page | None
+    """None: it is a root, without tokens and memory."""
+    tokens: tuple[int, ...]
+    end: int
+    """Tokens of the text up to its end."""
+    worth: float = 0.0
+    """What has the least is forgotten first."""
+    after: dict[tuple[int, ...], Page] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    """Recurrent states after as many tokens of the text, which end in this page."""
+
+
+@dataclass(eq=False)
+class State:
+    """Recurrent states of an earlier text, which its rows alone do not give."""
+
+    saved: SavedStates
+    cost: float
+    """Of computing them anew, in the cost of a row for each row whose memory they take."""
+    worth: float = 0.0
+
+
+class CachedPrefix(NamedTuple):
+    """The pages of earlier texts that a text begins with."""
+
+    pages: list[int]
+    """Whole pages."""
+    partial: int | None
+    """One that begins with the next tokens, of which the first ones can be copied."""
+    length: int
+    """Tokens, of all of them."""
+    states: SavedStates | None
+    """Those to go on with after `length` tokens; None: the model has none."""
+    branch: int
+    """Where the text leaves an earlier one that has no states there, which are worth keeping when the text gets there;
+    0: nowhere."""
+
+
+class PrefixTree:
+    """The pages of earlier texts, up to `limit` tokens of them.
+
+    A text shares the whole pages of its beginning with others, and copies the slots of the page in which it leaves
+    them.
+
+    A page that is no beginning of another has a worth: the cost of computing one of its rows, which grows with the rows
+    before it, plus the worth of what was forgotten last when it was used last. The least is forgotten first, so age and
+    cost count. Recurrent states have one too, by the rows that must run again without them, and count as the rows whose
+    memory they take.
+
+    Args:
+        pool: of the pages.
+        limit: tokens of earlier texts.
+        even: rows before it with which a row costs twice what it costs without; those of attention cost as much as
+            the rest then.
+        state_rows: rows whose K and V take the memory of the states of a text; 0: the model has none.
+    """
+
+    def __init__(self, pool: PagePool, limit: int, even: int, state_rows: int = 0) -> None:
+        self.pool, self.limit, self.tokens = pool, limit, 0
+        self.blocked: int | None = None
+        """The number of the oldest request that has found too few pages: no younger one may begin before it."""
+        self.forgotten, self.states = 0, 0
+        """Tokens that have been forgotten; states that are kept."""
+        self._even, self.state_rows = even, state_rows
+        self._roots: dict[Root, Page] = {}
+        self._age = 0.0
+        self._pages: dict[Page, None] = {}  # the least recently used first
+
+    @property
+    def every(self) -> int:
+        """Tokens of a text after each of which its states are kept: they take no more memory than its rows."""
+        size = self.pool.page_size
+        return max(8 * size, -(-self.state_rows // size) * size)
+
+    @property
+    def _size(self) -> int:
+        return self.tokens + self.states * self.state_rows
+
+    def find(self, root: Root, text: Sequence[int]) -> CachedPrefix:
+        """The longest known beginning of a text."""
+        path, partial, length = self._walk(root, text)
+        branch, states = 0, None
+        if self.state_rows:
+            found, whole = self._states(root, path, partial, length), length
+            length, state = (0, None) if found is None else found
+            branch = whole if whole >= length + SHORTEST else 0
+            if state is not None:
+                state.worth, states = self._age + state.cost, state.saved
+        if length < SHORTEST:
+            return CachedPrefix([], None, 0, None, branch)
+        size = self.pool.page_size
+        used = [
+            page for page in (*path, *([] if partial is None else [partial])) if page.end - len(page.tokens) < length
+        ]
+        for page in used:
+            self._touch(page)
+        whole_pages = used[: length // size]
+        last = used[len(whole_pages)].number if length % size else None
+        return CachedPrefix([page.number for page in whole_pages], last, length, states, branch)
+
+    def keep(self, root: Root, text: Sequence[int], pages: Sequence[int], states: SavedStates | None = None) -> None:
+        """Remembers the pages of a text, the last one as far as it is written: those who hold it may write behind
+        that.
+
+        `states`: of the whole of the text, or of a beginning to which they go back.
+        """
+        size, page, text = self.pool.page_size, self._roots.setdefault(root, Page(-1, None, (), 0)), text[: self.limit]
+        if len(text) < SHORTEST:
+            return
+        for start in range(0, len(text), size):
+            tokens = tuple(text[start : start + size])
+            page = self._with(page, tokens, pages[start // size])
+        if states is not None and states.earliest <= len(text):
+            self._keep_states(page, len(text), states)
+        while self._size > self.limit and self._forget_least():
+            pass
+
+    def reclaim(self, count: int) -> bool:
+        """Whether `count` pages are free, after forgetting as many earlier texts as it takes."""
+        while self.pool.available < count:
+            if not self._forget_least(free=True):
+                return False
+        return True
+
+    def _walk(self, root: Root, text: Sequence[int]) -> tuple[list[Page], Page | None, int]:
+        """The whole pages that a text begins with, one that has some of its next tokens, and the tokens in common."""
+        size, path, page = self.pool.page_size, list[Page](), self._roots.get(root)
+        if page is None:
+            return path, None, 0
+        while len(text) - page.end >= size and (child := page.after.get(tuple(text[page.end : page.end + size]))):
+            path.append(page := child)
+        rest = text[page.end : page.end + size]
+        most, partial = 0, None
+        for tokens, other in page.after.items():
+            if (same := _common(rest, tokens)) > most:
+                most, partial = same, other
+        return path, partial, page.end + most
+
+    def _states(self, root: Root, path: Sequence[Page], partial: Page | None, length: int) -> tuple[int, State] | None:
+        """The states that go furthest into the first `length` tokens of the text of these pages, and how far. States
+        that go back to there may be in a page behind."""
+        nodes = [page for page in (self._roots.get(root), *path, partial) if page is not None]
+        for page in (*(nodes[-1].after.values() if nodes else ()), *reversed(nodes)):
+            reached = [
+                (min(end, length), state) for end, state in page.states.items() if state.saved.earliest <= length
+            ]
+            if reached:
+                return max(reached, key=lambda one: one[0])
+        return None
+
+    def _with(self, before: Page, tokens: tuple[int, ...], number: int) -> Page:
+        """The page with these tokens after another one, or one that begins with them; a new one has this number."""
+        if (page := before.after.get(tokens)) is None:
+            longer = (other for other in before.after.values() if other.tokens[: len(tokens)] == tokens)
+            page = next(longer, None) if len(tokens) < self.pool.page_size else None
+        if page is None:
+            page = Page(number, before, tokens, before.end + len(tokens))
+            shorter = [
+                old for old in before.after.values() if not old.after and tokens[: len(old.tokens)] == old.tokens
+            ]
+            for old in shorter:
+                page.states |= old.states
+                old.states = {}
+                self._forget(old)
+            self.pool.hold([number])
+            before.after[tokens] = page
+            self.tokens += len(tokens)
+        self._touch(page)
+        return page
+
+    def _keep_states(self, page: Page, end: int, saved: SavedStates) -> None:
+        """Keeps the states after `end` tokens, in whose page they end."""
+        if end not in page.states:
+            before, at = 0, page
+            while not before and at.before is not None:
+                before, at = max((old for old in at.states if old < end), default=0), at.before
+            rows = (self._row_cost(before) + self._row_cost(end)) / 2 * (end - before)
+            page.states[end] = State(saved, rows / self.state_rows)
+            self.states += 1
+        page.states[end].worth = self._age + page.states[end].cost
+
+    def _row_cost(self, row: int) -> float:
+        """Of computing a row, in those of the first one."""
+        return 1 + row / self._even
+
+    def _touch(self, page: Page) -> None:
+        page.worth = self._age + self._row_cost(page.end)
+        self._pages.pop(page, None)
+        self._pages[page] = None
+
+    def _forget_least(self, free: bool = False) -> bool:
+        """Forgets what is worth least; with `free`, of the pages that no request holds."""
+        ends = (page for page in self._pages if not page.after)
+        page = min(
+            (page for page in ends if not (free and self.pool.holders(page.number) > 1)),
+            key=lambda page: page.worth,
+            default=None,
+        )
+        if self.states and not free:
+            holder, end = min(
+                ((holder, end) for holder in self._pages for end in holder.states),
+                key=lambda one: one[0].states[one[1]].worth,
+            )
+            if page is None or holder.states[end].worth < page.worth:
+                self._age = holder.states.pop(end).worth
+                self.states -= 1
+                return True
+        if page is None:
+            return False
+        self._age = page.worth
+        self.forgotten += len(page.tokens)
+        self._forget(page)
+        return True
+
+    def _forget(self, page: Page) -> None:
+        assert page.before is not None
+        del self._pages[page], page.before.after[page.tokens]
+        self.states -= len(page.states)
+        self.tokens -= len(page.tokens)
+        self.pool.release([page.number])
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    different = (at for at, (one, other) in enumerate(zip(left, right)) if one != other)
+    return next(different, min(len(left), len(right)))
