@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +39,11 @@ def serve(
         int | None,
         typer.Option(min=1, help="Tokens whose K and V are in memory, of running requests and recent prompts."),
     ] = None,
+    prefix_dir: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="A folder where K and V of recent texts are kept for the next start."),
+    ] = None,
+    prefix_dir_bytes: Annotated[int, typer.Option(min=1, help="Bytes of the files there.")] = 1 << 32,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which an answer ends.")] = 600.0,
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have to finish once the server is told to stop.")
@@ -118,6 +124,8 @@ def serve(
             "max_prompt_tokens": max_prompt_tokens,
             "max_new_tokens": max_new_tokens,
             "cache_tokens": cache_tokens,
+            "prefix_dir": prefix_dir,
+            "prefix_dir_bytes": prefix_dir_bytes,
         }
         engine = Engine(language_model, max_running=max_running, max_waiting=max_waiting, **sizes)
         with engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import queue
 import threading
 import time
@@ -74,9 +75,14 @@ class Engine:
         cache_tokens: tokens that all pages hold together, of running requests and of earlier texts; there are enough
             for the longest request in any case. None: enough for `max_running` of them and `kept_prompt_tokens`, but at
             most half of the memory that is free.
+        prefix_dir: a folder where K and V of earlier texts are kept as well, for an engine with the same weights that
+            is made later; several engines may have the same one. It holds the texts: who reads it knows them, and who
+            writes to it decides what is answered. None: nowhere.
+        prefix_dir_bytes: of its files; those of the texts used least recently are deleted.
 
     Raises:
         ValueError, TypeError: a limit out of range; an object that is no model.
+        OSError: `prefix_dir` cannot be written to.
 
     Example:
         >>> import pdkernels as pd
@@ -102,6 +108,8 @@ class Engine:
         prompt_tokens_per_step: int = 256,
         kept_prompt_tokens: int = 16384,
         cache_tokens: int | None = None,
+        prefix_dir: str | os.PathLike[str] | None = None,
+        prefix_dir_bytes: int = 1 << 32,
     ) -> None:
         op = "Engine"
         check_type(hasattr(model, "config"), op, "model", "be a model", type(model).__name__)
@@ -128,7 +136,9 @@ class Engine:
             if cache_tokens is None
             else integer(op, "cache_tokens", cache_tokens, 1)
         )
-        self._memory = Memory(model, prefix_tokens, page_tokens, longest, by_default=cache_tokens is None)
+        folder_bytes = integer(op, "prefix_dir_bytes", prefix_dir_bytes, 1)
+        by_default = cache_tokens is None
+        self._memory = Memory(model, prefix_tokens, page_tokens, longest, by_default, prefix_dir, folder_bytes)
         self._numbers = itertools.count()
         self._method_batches: dict[Hashable, MethodBatch] = {}
         self._metrics = EngineMetrics()
@@ -145,7 +155,8 @@ class Engine:
 
         # The thread of an idle engine does not keep it.
         reference = ref(self, lambda _: calls.put(None))
-        self._thread = Worker(lambda: _run(calls), stop, "pdkernels-engine")
+        memory = self._memory
+        self._thread = Worker(lambda: _run(calls, memory), stop, "pdkernels-engine")
         tell_forks(self)
         self._thread.start()
 
@@ -233,6 +244,8 @@ class Engine:
             self._check_steps(chosen, session, options)
         deadline = None if timeout is None else time.perf_counter() + timeout
         request = Request(handle, session, deadline, sampler)
+        if chosen.steps.continues:
+            request.stored = self._memory.prepare(session)
         with self._lock:
             self._refuse_closed()
             waiting = sum(len(method_batch.waiting) for method_batch in self._method_batches.values())
@@ -448,18 +461,21 @@ class Engine:
         return None
 
 
-def _run(calls: queue.SimpleQueue[Engine | None]) -> None:
+def _run(calls: queue.SimpleQueue[Engine | None], memory: Memory) -> None:
     """What the thread of an engine does until it is closed, or nobody refers to it: waits for a call, and steps while
     there are requests."""
-    while (engine := calls.get()) is not None:
-        try:
-            while not engine._idle:
-                if not engine._turn():
-                    return
-        except BaseException as error:
-            engine._fail(error)
-            return
-        engine = None
+    try:
+        while (engine := calls.get()) is not None:
+            try:
+                while not engine._idle:
+                    if not engine._turn():
+                        return
+            except BaseException as error:
+                engine._fail(error)
+                return
+            engine = None
+    finally:
+        memory.close()
 
 
 def _reason(failure: BaseException) -> str:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdkernels._validation import sentence
 from pdkernels.decoding.request import finished
 from pdkernels.decoding.steps import Preempted, RunningBatch, Steps
+from pdkernels.engine.disk import Piece
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
@@ -32,6 +33,8 @@ class Request:
     deadline: float | None
     sampler: Sampler | None = None
     """Its temperature and filters, if they are not those of the batch."""
+    stored: list[Piece] = field(default_factory=list)
+    """Pages of its prompt that have been read from a folder."""
     preempted: Preempted | None = None
     """What it was when it gave its pages to an older request."""
 
@@ -194,6 +197,8 @@ class MethodBatch:
         prompt = request.session.prompts[0]
         if staging.pool is not None:
             pages = memory.pages
+            metrics.restored_tokens += memory.restore(request.session, request.stored)
+            request.stored = []
             prefix = (
                 pages.find(memory.root(request.session), text if request.preempted else text[:-1])
                 if staging.in_pieces or request.preempted
@@ -260,7 +265,9 @@ class MethodBatch:
         assert self.batch is not None
         if self.batch.staging.pool is not None and self.batch.steps.resumes:
             length = int(self.batch.steps.cache.lengths[row])
-            self._keep(memory, request, (request.session.prompts[0] + request.session.tokens[0])[:length], row)
+            text = (request.session.prompts[0] + request.session.tokens[0])[:length]
+            self._keep(memory, request, text, row)
+            memory.write(request.session, text)
 
     def _join(self, memory: Memory, budget: int, before: int | None, metrics: EngineMetrics) -> int:
         """Runs a piece of a prompt, or lets its request join. Returns the tokens it ran; 0: there is none, or no

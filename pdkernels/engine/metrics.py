@@ -47,6 +47,12 @@ class EngineMetrics:
     """Recurrent states of earlier texts that are kept."""
     forgotten_tokens: int = 0
     """Tokens of earlier texts whose K and V were kept and are no more."""
+    restored_tokens: int = 0
+    """Tokens of earlier texts whose K and V came from the folder for them."""
+    written_tokens: int = 0
+    """Tokens whose K and V were written there."""
+    folder_bytes: int = 0
+    """Of its files."""
     waited: float = 0.0
     """From `submit` until the request joined."""
     to_first_token: float = 0.0

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 
 from pdkernels._validation import refuse
+from pdkernels.engine.disk import Piece, PrefixFolder, Rows, Written, rows_of_states, states_of_rows
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.prefixes import Prefixes
 from pdkernels.engine.tree import PrefixTree, Root
@@ -32,15 +34,28 @@ class Memory:
         tokens: of all pages.
         longest: tokens of the longest request; there is room for one in any case.
         by_default: whether `tokens` is only a wish, of which half of the memory that is free may be taken.
+        folder: where pages of earlier texts are kept too; None: nowhere.
+        folder_bytes: of its files.
     """
 
-    def __init__(self, model: Any, prefix_tokens: int, tokens: int, longest: int, by_default: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prefix_tokens: int,
+        tokens: int,
+        longest: int,
+        by_default: bool,
+        folder: str | os.PathLike[str] | None = None,
+        folder_bytes: int = 0,
+    ) -> None:
         self.prefixes = Prefixes(prefix_tokens)
         self.shared_pages: PrefixTree | None = None
+        self.folder: PrefixFolder | None = None
         self.method_batches: list[Any] = []
         """Those with requests."""
         if not hasattr(model, "new_pool") or lacking(model, "new_cache", ("pool",)):
             refuse(not by_default, "Engine", "cache_tokens is for a model with pages of K and V", "Pass None.")
+            refuse(folder is not None, "Engine", "prefix_dir is for a model with pages of K and V", "Pass None.")
             return
         least = -(-longest // PAGE) + 1
         pages = max(least, -(-tokens // PAGE))
@@ -55,11 +70,56 @@ class Memory:
             even=6 * model.config.hidden_size,
             state_rows=-(-_state_bytes(model) // row_bytes),
         )
+        if folder is not None:
+            self.folder = PrefixFolder(folder, folder_bytes, model, self.shared_pages.pool)
 
     @staticmethod
     def root(session: Session) -> Root:
-        """What the K and V of a request depend on besides its tokens, and the model, of which there is one here."""
+        """What the K and V of a request depend on besides its tokens, and the model, of which there is one here. Files
+        are named by its `repr`, so that must say the same in every program."""
         return ()
+
+    def prepare(self, session: Session) -> list[Piece]:
+        """Reads what the folder has of a prompt, in the thread of who submits it."""
+        if self.folder is None:
+            return []
+        tree, root, text = self.pages, self.root(session), session.prompts[0][:-1]
+        known = sum(len(page.tokens) for page in tree.whole(root, text))
+        return self.folder.prepare(root, text, known, tree.state_rows > 0)
+
+    def restore(self, session: Session, pieces: list[Piece]) -> int:
+        """Takes over what `prepare` has read, and returns its tokens."""
+        if self.folder is None or not pieces:
+            return 0
+        root, text = self.root(session), session.prompts[0][:-1]
+        known = sum(len(page.tokens) for page in self.pages.whole(root, text))
+        found, states, end = list[Rows](), None, known
+        for piece in pieces:
+            rows, of_states = self.folder.take(piece.name), self.folder.take(piece.of_states)
+            if piece.start == end and rows is not None:
+                found.append(rows)
+                end = piece.end
+            if of_states is not None:
+                states = piece.end, states_of_rows(of_states)
+        return self.pages.restore(root, text, found, states) if found else 0
+
+    def write(self, session: Session, text: list[int]) -> None:
+        """Has a text that is kept written to the folder, some time later."""
+        if self.folder is None:
+            return
+        root, tree, job = self.root(session), self.pages, list[Written]()
+        for piece, page in zip(self.folder.pieces(root, text), tree.path(root, text)):
+            tokens = text[piece.start : piece.end]
+            job.append(Written(piece.name, tokens, partial(tree.copy, page, len(tokens))))
+            if piece.end in page.states:
+                job.append(Written(piece.of_states, tokens, rows_of_states(page.states[piece.end].saved)))
+        self.folder.write(job)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        if self.folder is not None:
+            self.folder.close()
+            self.folder.join()
 
     @property
     def pages(self) -> PrefixTree:
@@ -92,6 +152,8 @@ class Memory:
 
     def count(self, metrics: EngineMetrics) -> None:
         """Fills in what there is now."""
+        if self.folder is not None:
+            metrics.written_tokens, metrics.folder_bytes = self.folder.written, self.folder.bytes
         metrics.kept_tokens = self.prefixes.tokens
         if self.shared_pages is not None:
             pool, metrics.kept_tokens = self.shared_pages.pool, self.shared_pages.tokens

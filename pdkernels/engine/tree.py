@@ -6,9 +6,12 @@ is forgotten first is that of GreedyDual-Size (Cao and Irani, "Cost-Aware WWW Pr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
 
 from pdkernels.cache import PagePool
 from pdkernels.cache.hybrid import SavedStates
@@ -25,6 +28,7 @@ class Page:
     """A page of an earlier text. Its rows depend on all tokens before it, so its name says these too."""
 
     number: int
+    """-1: it has been forgotten, and is the memory of others."""
     before: Page | None
     """None: it is a root, without tokens and memory."""
     tokens: tuple[int, ...]
@@ -92,6 +96,8 @@ class PrefixTree:
         self._roots: dict[Root, Page] = {}
         self._age = 0.0
         self._pages: dict[Page, None] = {}  # the least recently used first
+        self._lock = threading.Lock()
+        self._reading: Page | None = None  # by `copy`, which another thread calls
 
     @property
     def every(self) -> int:
@@ -149,13 +155,65 @@ class PrefixTree:
                 return False
         return True
 
+    def whole(self, root: Root, text: Sequence[int]) -> list[Page]:
+        """The whole pages that a text begins with. Any thread may ask."""
+        size, path, page = self.pool.page_size, list[Page](), self._roots.get(root)
+        while page and len(text) - page.end >= size:
+            if page := page.after.get(tuple(text[page.end : page.end + size])):
+                path.append(page)
+        return path
+
+    def path(self, root: Root, text: Sequence[int]) -> list[Page]:
+        """The pages that a text begins with, and the one with the rest of it, as far as they are kept."""
+        path, partial, length = self._walk(root, text)
+        return path if partial is None or length < len(text) else [*path, partial]
+
+    def copy(self, page: Page, count: int) -> dict[str, Tensor] | None:
+        """K and V of the first tokens of a page, on the CPU; None: it has been forgotten. One other thread may ask."""
+        with self._lock:
+            if page.number < 0:
+                return None
+            self._reading = page
+        try:
+            sides = {"k": self.pool.k, "v": self.pool.v}
+            return {name: side[:, page.number, :count].to("cpu", copy=True) for name, side in sides.items()}
+        finally:
+            self._reading = None
+
+    def restore(
+        self,
+        root: Root,
+        text: Sequence[int],
+        rows: Sequence[dict[str, Tensor]],
+        states: tuple[int, SavedStates] | None = None,
+    ) -> int:
+        """Takes K and V of the pages of a text after its `whole` ones, as far as there is memory for them; the last may
+        be a part of a page. Returns their tokens.
+
+        `states`: after as many tokens of the text.
+        """
+        size, known, new = self.pool.page_size, [page.number for page in self.whole(root, text)], list[int]()
+        self.pool.hold(known)
+        end = first = len(known) * size
+        for tensors in rows:
+            if not self.reclaim(1):
+                break
+            new += self.pool.allocate(1)
+            end += tensors["k"].shape[1]
+            for side, name in ((self.pool.k, "k"), (self.pool.v, "v")):
+                side[:, new[-1], : tensors["k"].shape[1]] = tensors[name].to(side.device)
+        self.keep(root, text[:end], pages := [*known, *new])
+        if states is not None and states[0] <= end:
+            self.keep(root, text[: states[0]], pages, states[1])
+        self.pool.release(pages)
+        return end - first
+
     def _walk(self, root: Root, text: Sequence[int]) -> tuple[list[Page], Page | None, int]:
         """The whole pages that a text begins with, one that has some of its next tokens, and the tokens in common."""
-        size, path, page = self.pool.page_size, list[Page](), self._roots.get(root)
+        size, path = self.pool.page_size, self.whole(root, text)
+        page = path[-1] if path else self._roots.get(root)
         if page is None:
             return path, None, 0
-        while len(text) - page.end >= size and (child := page.after.get(tuple(text[page.end : page.end + size]))):
-            path.append(page := child)
         rest = text[page.end : page.end + size]
         most, partial = 0, None
         for tokens, other in page.after.items():
@@ -186,9 +244,9 @@ class PrefixTree:
                 old for old in before.after.values() if not old.after and tokens[: len(old.tokens)] == old.tokens
             ]
             for old in shorter:
-                page.states |= old.states
-                old.states = {}
-                self._forget(old)
+                if self._forget(old):
+                    page.states |= old.states
+                    self.states += len(old.states)
             self.pool.hold([number])
             before.after[tokens] = page
             self.tokens += len(tokens)
@@ -217,7 +275,7 @@ class PrefixTree:
 
     def _forget_least(self, free: bool = False) -> bool:
         """Forgets what is worth least; with `free`, of the pages that no request holds."""
-        ends = (page for page in self._pages if not page.after)
+        ends = (page for page in self._pages if not page.after and page is not self._reading)
         page = min(
             (page for page in ends if not (free and self.pool.holders(page.number) > 1)),
             key=lambda page: page.worth,
@@ -234,17 +292,23 @@ class PrefixTree:
                 return True
         if page is None:
             return False
-        self._age = page.worth
-        self.forgotten += len(page.tokens)
-        self._forget(page)
+        if self._forget(page):
+            self._age = page.worth
+            self.forgotten += len(page.tokens)
         return True
 
-    def _forget(self, page: Page) -> None:
+    def _forget(self, page: Page) -> bool:
+        """Whether a page could be forgotten: not while it is read."""
         assert page.before is not None
+        with self._lock:
+            if page is self._reading:
+                return False
+            number, page.number = page.number, -1
         del self._pages[page], page.before.after[page.tokens]
         self.states -= len(page.states)
         self.tokens -= len(page.tokens)
-        self.pool.release([page.number])
+        self.pool.release([number])
+        return True
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

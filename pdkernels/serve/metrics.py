@@ -15,6 +15,7 @@ _GAUGES = {
     "used_pages": "Pages of requests and of earlier texts.",
     "shared_pages": "Pages of several of them.",
     "kept_tokens": "Tokens of earlier texts whose K and V are kept.",
+    "folder_bytes": "Bytes of the folder for earlier texts.",
     "kept_states": "Recurrent states of earlier texts that are kept.",
 }
 _COUNTERS = {
@@ -22,6 +23,8 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "reused_tokens": "Tokens of prompts whose K and V were known.",
     "forgotten_tokens": "Tokens of earlier texts whose K and V are no longer kept.",
+    "restored_tokens": "Tokens of earlier texts whose K and V came from the folder for them.",
+    "written_tokens": "Tokens whose K and V were written there.",
     "preemptions": "Times that a request gave its pages to an older one.",
     "recomputed_tokens": "Tokens whose K and V were computed once more after that.",
     "new_tokens": "Tokens of finished answers.",
