@@ -13,6 +13,7 @@ from pdkernels._validation import sentence
 from pdkernels.serve.app import Limits
 
 _READ = 10  # seconds in which clients may read the rest of answers that have ended
+_WRITE = 10  # seconds in which an engine may write what it keeps
 _PIECE = 1 << 11  # bytes that are parsed at once
 
 
@@ -119,6 +120,8 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
             late = asyncio.get_running_loop().call_later(seconds, end)
             try:
                 await super().shutdown(sockets)
+                # What earlier texts are to be kept on disk is there before uvicorn raises the signal again.
+                await asyncio.to_thread(app.state.engine.close, finish=False, timeout=_WRITE)
             finally:
                 late.cancel()
 

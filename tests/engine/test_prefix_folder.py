@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.engine.tree import PrefixTree
+from pdkernels.models import Transformer, TransformerConfig
 
 PAGE = 8
 NEW: dict[str, Any] = {"max_new_tokens": 30, "end_tokens": (60,), "temperature": 1.0}
@@ -62,6 +63,28 @@ def test_an_engine_that_is_made_later_goes_on_with_a_chat(name: str, tmp_path: P
         assert one.metrics().written_tokens > 0 and one.metrics().folder_bytes > 0
         text += answer + drawn(turn + 1, 20)
     assert all(len(path.stem) == 64 and path.suffix == ".safetensors" for path in files(tmp_path))
+
+
+def test_a_chat_of_thousands_of_tokens_runs_what_is_new_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdkernels.engine.pages.PAGE", 64)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 24, "max_positions": 8192}
+    model = Transformer(TransformerConfig(vocab_size=61, hidden_size=16, layers=2, **sizes)).requires_grad_(False)
+    forward, ran = Transformer.forward, list[int]()
+
+    def counting(self: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        ran.append(tokens.shape[1])
+        return forward(self, tokens, **options)
+
+    text = drawn(0, 4000)
+    with engine(model, tmp_path, max_prompt_tokens=5000) as one:
+        text += one.submit(text, **NEW).result(60).tokens.tolist() + drawn(1, 12)
+    monkeypatch.setattr(Transformer, "forward", counting)
+    with engine(model, tmp_path, max_prompt_tokens=5000) as one:
+        found = one.submit(text, max_new_tokens=1).result(60).tokens
+    assert one.metrics().reused_tokens == len(text) - 13 and max(ran) == 13
+    monkeypatch.undo()
+    assert found.equal(generate(model, text, max_new_tokens=1).tokens)
 
 
 @pytest.mark.parametrize("name", ["tiny-code", "tiny-hybrid"])
@@ -168,6 +191,9 @@ def test_a_folder_has_a_bound_and_the_oldest_text_goes(tmp_path: Path) -> None:
     with engine(model, tmp_path) as one:
         asked(one, texts[0])
     size = one.metrics().folder_bytes
+    text = texts[0] + generate(model, texts[0], **NEW).tokens.tolist()[:-1]
+    names = [piece.name for piece in one._memory.folder.pieces((), text)]  # type: ignore[union-attr]
+    assert [path.stem for path in files(tmp_path)] == names[::-1]  # the end of a text goes before its beginning
     for text in texts[1:]:
         with engine(model, tmp_path, prefix_dir_bytes=2 * size + 1000) as one:
             asked(one, text)
@@ -219,8 +245,13 @@ def test_a_slow_disk_delays_no_request(tmp_path: Path, monkeypatch: pytest.Monke
             asked(one, drawn(seed, 100))
         assert began.is_set() and one.metrics().written_tokens == 0
         told.set()
+    assert files(tmp_path)
     for path in files(tmp_path):
-        assert load_file(path)["tokens"].numel() == load_file(path)["k"].shape[1]
+        rows = load_file(path)
+        assert rows["k"].shape[1] == len(rows["tokens"])
+    with engine(model, tmp_path) as one:
+        for seed in range(6):
+            asked(one, drawn(seed, 100))
 
 
 OTHER = """

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,23 @@ def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
         process.kill()
         text = process.communicate()[0]
     assert "code by autoregressive on http://127.0.0.1:" in text and "Traceback" not in text
+
+
+def test_a_server_that_starts_again_goes_on_with_a_text(tmp_path: Path) -> None:
+    text, words = "import os\n" * 20, ("--prefix-dir", str(tmp_path), "--method", "autoregressive")
+    for known in (0, 199):
+        process, address = start(*words)
+        try:
+            body = {"model": "tiny-code", "prompt": text, "max_tokens": 8, "temperature": 0}
+            text += httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+            metrics = httpx.get(f"{address}/metrics").text
+            assert int(re.search(r"^pdkernels_restored_tokens_total (\d+)", metrics, re.M)[1]) >= known  # type: ignore[index]
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        finally:
+            process.kill()
+            log = process.communicate()[0]
+        assert "Traceback" not in log, log
 
 
 @pytest.mark.slow
