@@ -1,4 +1,5 @@
-"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3, Qwen3-MoE, OLMo 2, OLMo 3, gpt-oss and Gemma 3 models.
+"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3, Qwen3-MoE, OLMo 2, OLMo 3, gpt-oss and Gemma 3 models,
+and of diffusion models with `gguf_diffusion`.
 
 Sources: the writers and loaders of github.com/ggml-org/llama.cpp (gguf-py, convert_hf_to_gguf.py, src/llama-model.cpp).
 """
@@ -6,7 +7,7 @@ Sources: the writers and loaders of github.com/ggml-org/llama.cpp (gguf-py, conv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from pdkernels.models.architectures.config import ExpertsConfig, TransformerConf
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
-from pdkernels.models.checkpoints import gemma3, gguf_hybrid, hf, hf_experts, hybrid_hf, mxfp4
+from pdkernels.models.checkpoints import gemma3, gguf_diffusion, gguf_hybrid, hf, hf_experts, hybrid_hf, mxfp4
 from pdkernels.models.checkpoints.checkpoint import Checkpoint
 from pdkernels.models.checkpoints.gguf_ends import marks_of
 from pdkernels.models.checkpoints.gguf_tokenizer import tokenizer
@@ -31,9 +32,12 @@ from pdkernels.models.files.layout import Layout, Parts, Stored
 from pdkernels.ops.quantized_weight import GGUF_FORMATS, QuantizedWeight
 
 _MOE, _OLMO, _GPT_OSS = "qwen3moe", "olmo2", "gpt-oss"
-ARCHITECTURES = ("llama", "qwen2", "qwen3", _MOE, _OLMO, _GPT_OSS)
+_LLADA_MOE = gguf_diffusion.LLADA_MOE
+ARCHITECTURES = ("llama", "qwen2", "qwen3", _MOE, _OLMO, _GPT_OSS, *gguf_diffusion.ARCHITECTURES)
 _PERIODS = {_OLMO: 4, _GPT_OSS: 2}
 """With a window, each layer of this number sees the whole text."""
+_INTERLEAVED = ("llama", gguf_diffusion.LLADA)
+"""Their RoPE pairs adjacent components."""
 _PUBLISHED = {_GPT_OSS: hf_experts.GPT_OSS}
 
 _EMBEDDING, _HEAD, _FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -72,6 +76,11 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     elif kind == gemma3.GGUF:
         config = _gemma3(file)
         layout, published = gemma3.gguf_layout(config, file.name), gemma3.layout(config)
+    elif kind in gguf_diffusion.ARCHITECTURES:
+        blocks = kind == gguf_diffusion.LLADA2
+        config = gguf_diffusion.llada2_config(file, _fields(file, str(kind))) if blocks else _config(file)
+        layout = (gguf_diffusion.llada2_layout if blocks else _layout)(config, file.name)
+        published = gguf_diffusion.published(config, str(kind))
     else:
         config = _config(file)
         layout, published = _layout(config, file.name), hf.layout(config, _PUBLISHED.get(str(kind), ""))
@@ -89,10 +98,10 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     marks = marks_of(fields, config.vocab_size)
     text_tokenizer = tokenizer(fields, config.vocab_size, marks)
     chosen = dtype or _usual_dtype(file)
+    mask = gguf_diffusion.mask_token(fields, kind, config.vocab_size)
+    state = partial(_gather, file, layout, config, chosen, packed)
     # Adapters use the published names.
-    return Checkpoint(
-        config, published, chosen, partial(_gather, file, layout, config, chosen, packed), text_tokenizer, marks.ends
-    )
+    return Checkpoint(config, published, chosen, state, text_tokenizer, marks.ends, mask)
 
 
 def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:
@@ -118,6 +127,8 @@ def _fields(file: GgufFile, kind: str) -> Keys:
     model_keys = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in all_keys.items()}
     fields = Keys(model_keys, f"{file.name}: {kind}")
     for name, allowed in UNSUPPORTED.items():
+        if name in gguf_diffusion.READ.get(kind, ()):
+            continue
         value = fields.get(name)
         if value not in allowed:
             _refuse(file.name, f"{kind}.{name}", f"be {allowed[0]}", value)
@@ -146,7 +157,8 @@ def _config(file: GgufFile) -> TransformerConfig:
         _refuse(file.name, "general.architecture", f"be one of {supported}", kind)
     fields = _fields(file, kind)
     experts = fields.integer("expert_count", minimum=0)
-    if experts and kind not in (_MOE, _GPT_OSS):
+    mixed = kind in (_MOE, _GPT_OSS, _LLADA_MOE)
+    if experts and not mixed:
         _refuse(file.name, f"{kind}.expert_count", "be 0", experts)
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None:
@@ -171,7 +183,7 @@ def _config(file: GgufFile) -> TransformerConfig:
         return any(f"blk.0.{name}.bias" in file.tensors for name in names)
 
     with read_from(file.name):
-        mixture = _experts(fields, kind) if kind in (_MOE, _GPT_OSS) else None
+        mixture = _experts(fields, kind) if mixed else None
         # A file of experts alone need not name the size of an MLP.
         inner = None if mixture is None else mixture.intermediate_size
         if inner is None or "feed_forward_length" in fields.values:
@@ -190,7 +202,7 @@ def _config(file: GgufFile) -> TransformerConfig:
             qkv_bias=held("attn_q", "attn_k", "attn_v"),
             output_bias=held("attn_output"),
             mlp_bias=held("ffn_gate", "ffn_up", "ffn_down"),
-            qk_norm=kind in ("qwen3", _MOE, _OLMO),
+            qk_norm=kind in ("qwen3", _MOE, _OLMO, _LLADA_MOE),
             whole_qk_norm=kind == _OLMO,
             tied_head=_HEAD not in file.tensors,
             max_positions=positions,
@@ -200,6 +212,7 @@ def _config(file: GgufFile) -> TransformerConfig:
             outer_norms=kind == _OLMO,
             inner_norms=kind != _OLMO,
             sinks=kind == _GPT_OSS,
+            **gguf_diffusion.direction(file, fields, kind),
         )
 
 
@@ -220,8 +233,10 @@ def _windows(file: GgufFile, fields: Keys, kind: str, size: int, base: float) ->
 
 
 def _experts(fields: Keys, kind: str) -> ExpertsConfig:
-    """Every layer has them, and weights are normalised: llama.cpp computes no others of these architectures."""
+    """Every layer has them: llama.cpp computes no others of these architectures."""
     count, used, inner = (fields.integer(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length"))
+    if kind == _LLADA_MOE:
+        return gguf_diffusion.experts(fields, kind, count, used, inner)
     if kind == _MOE:
         return ExpertsConfig(count, used, inner)
     return ExpertsConfig(count, used, inner, biased=True, matrix_biases=True, clamp=7.0)
@@ -317,9 +332,7 @@ def _gather(
     device: torch.device,
 ) -> dict[str, Stated]:
     """Our parameters, tensor by tensor, so that only a few rows are in memory twice."""
-    heads = (
-        {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
-    )
+    turned = partial(_turned, str(file.fields["general.architecture"]), config)
     parameters: dict[str, Stated] = {}
     for name, sources in layout.parts():
         first_shape = next(iter(sources.values()))
@@ -332,9 +345,9 @@ def _gather(
             formats = {source: file.type_name(file.tensors[source]) for source in sources}
             other = next((source for source, format in formats.items() if format not in _PACKED), None)
             if other is None:
-                parameters[name] = QuantizedWeight.join(
-                    [_packed(file, source, heads, config.head_dim) for source in sources]
-                ).to(device)
+                parameters[name] = QuantizedWeight.join([_packed(file, source, turned) for source in sources]).to(
+                    device
+                )
                 continue
             if packed:
                 expectation = f"be of one of the types {', '.join(_PACKED)} to stay packed"
@@ -350,26 +363,32 @@ def _gather(
                 file.read_into_(unturned, file.tensors[source])
                 target.copy_(unturned)
             first += source_shape[rows]
-            turned = heads.get(source.split(".")[-2])
-            if turned is not None:
-                target.copy_(_halves(target, turned, config.head_dim))
+            if (rows_in_order := turned(source, target)) is not None:
+                target.copy_(rows_in_order)
         parameters[name] = parameter.to(device)
     return parameters
 
 
-def _packed(file: GgufFile, name: str, heads: dict[str, int], head_dim: int) -> QuantizedWeight:
+def _packed(file: GgufFile, name: str, in_order: Callable[[str, torch.Tensor], torch.Tensor | None]) -> QuantizedWeight:
     """A matrix as it lies in the file, its blocks in the order in which the products read them."""
     tensor = file.tensors[name]
     *matrices, outputs, width = tensor.shape
     format = file.type_name(tensor)
-    turned, order = heads.get(name.split(".")[-2]), None
-    if turned is not None:
-        order = _halves(torch.arange(outputs)[:, None], turned, head_dim).view(-1).tolist()
+    turned = in_order(name, torch.arange(outputs)[:, None])
+    order = None if turned is None else turned.view(-1).tolist()
     count = matrices[0] if matrices else None
     with read_from(f"{file.name}: {shown(name)}"), file.bytes_of(tensor) as source:
         if format == mxfp4.GGUF:
             return mxfp4.from_gguf(source, outputs, width, order, count)
         return QuantizedWeight.from_gguf(format, source, outputs, width, order, count)
+
+
+def _turned(kind: str, config: TransformerConfig, source: str, rows: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of the file in our order of rows; None: it has that order."""
+    if kind == gguf_diffusion.LLADA2:
+        return gguf_diffusion.turned(config, source, rows)
+    heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(source.split(".")[-2])
+    return None if heads is None or kind not in _INTERLEAVED else _halves(rows, heads, config.head_dim)
 
 
 def _halves(rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:

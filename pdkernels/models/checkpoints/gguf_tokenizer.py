@@ -26,6 +26,7 @@ _PRE = {
     "qwen35": "qwen35",
     "dbrx": "dbrx",
     "gpt-4o": "gpt-4o",
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), "bailingmoe"),
 }
 _WORD_BEGIN, _WORD_END = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 # Words end where capitals follow small letters, and keep what an apostrophe appends.
@@ -38,6 +39,8 @@ _GPT_4O = "|".join(
         *(r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"),
     ]
 )
+# A contraction is a word of its own, and so is a digit.
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _UNKNOWN = 2
 
 
@@ -89,7 +92,7 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
     if pre == "smollm":
         parts = [cut.Digits(individual_digits=True), cut.ByteLevel(add_prefix_space=False, use_regex=True)]
     else:
-        pattern = {"gpt-4o": _GPT_4O}.get(pre, _LLAMA3)
+        pattern = {"gpt-4o": _GPT_4O, "bailingmoe": _BAILING}.get(pre, _LLAMA3)
         if pre in ("qwen2", "qwen35"):
             pattern = pattern.replace(r"\p{N}{1,3}", r"\p{N}")
         if pre == "qwen35":  # combining marks belong to words

@@ -105,12 +105,12 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
 def layout(config: TransformerConfig) -> Layout:
     """The tensors of a checkpoint with this configuration."""
     count = 0 if config.experts is None else config.experts.count
-    turned = partial(_turned, config) if config.rope_scaling is not None else None
+    reorder = partial(turned, config) if config.rope_scaling is not None else None
     sources, embedding = partial(_parts, config), "model.word_embeddings.weight"
-    return Layout(sources, config.layers, embedding, _HEAD, config.tied_head, experts=count, turned=turned)
+    return Layout(sources, config.layers, embedding, _HEAD, config.tied_head, experts=count, turned=reorder)
 
 
-def _turned(config: TransformerConfig, name: str, rows: torch.Tensor) -> torch.Tensor:
+def turned(config: TransformerConfig, name: str, rows: torch.Tensor) -> torch.Tensor:
     """Components of q and k in our order: theirs rotates pairs within the first components of a head, and leaves the
     others."""
     parameter, scaling, size = name.rpartition(".")[2], config.rope_scaling, config.head_dim

@@ -63,6 +63,7 @@ _MARKS = """
 ABSENT: Mapping[str, Any] = {
     "general.architecture": REQUIRED,
     "general.alignment": 32,
+    "diffusion.shift_logits": True,
     "split.count": 0,
     # Of the architecture. Without sizes llama.cpp takes 0, which no tensor fits.
     "context_length": REQUIRED,
@@ -89,6 +90,7 @@ ABSENT: Mapping[str, Any] = {
     "rope.scaling.yarn_beta_fast": 32.0,
     "rope.scaling.yarn_beta_slow": 1.0,
     "expert_count": 0,
+    "expert_group_used_count": 0,
     "expert_used_count": REQUIRED,
     "expert_feed_forward_length": lambda keys: keys.integer("feed_forward_length") // keys.integer("expert_used_count"),
     "nextn_predict_layers": 0,
