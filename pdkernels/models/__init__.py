@@ -24,6 +24,7 @@ from pdkernels.models.architectures.sampler_head import (
 from pdkernels.models.architectures.transformer import Transformer
 from pdkernels.models.architectures.windows import Window
 from pdkernels.models.checkpoints.drafters.folder import available_drafters, load_drafter, save_drafter
+from pdkernels.models.checkpoints.gguf_save import save_gguf
 from pdkernels.models.checkpoints.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.checkpoints.huginn import (
     from_huginn_config,
@@ -107,6 +108,7 @@ __all__ = [
     "load_sampler",
     "sampler_features",
     "save_drafter",
+    "save_gguf",
     "save_sampler",
     "semantic_table",
     "to_hf_state_dict",

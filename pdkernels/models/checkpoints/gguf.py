@@ -79,11 +79,11 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     elif kind in gguf_diffusion.ARCHITECTURES:
         blocks = kind == gguf_diffusion.LLADA2
         config = gguf_diffusion.llada2_config(file, _fields(file, str(kind))) if blocks else _config(file)
-        layout = (gguf_diffusion.llada2_layout if blocks else _layout)(config, file.name)
+        layout = layout_of(config, str(kind), file.name)
         published = gguf_diffusion.published(config, str(kind))
     else:
         config = _config(file)
-        layout, published = _layout(config, file.name), hf.layout(config, _PUBLISHED.get(str(kind), ""))
+        layout, published = layout_of(config, str(kind), file.name), hf.layout(config, _PUBLISHED.get(str(kind), ""))
     stored = {
         name: Stored(tensor.shape, _stored(file, name, tensor), file.name) for name, tensor in file.tensors.items()
     }
@@ -273,8 +273,10 @@ def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> Rop
     )
 
 
-def _layout(config: TransformerConfig, name: str) -> Layout:
+def layout_of(config: TransformerConfig, kind: str, name: str) -> Layout:
     """The tensors of a file with this configuration: those of the published checkpoint, under GGUF names."""
+    if kind == gguf_diffusion.LLADA2:
+        return gguf_diffusion.llada2_layout(config, name)
     count = 0 if config.experts is None else config.experts.count
     sources = partial(_parts, config)
     return Layout(sources, config.layers, _EMBEDDING, _HEAD, config.tied_head, name, count, separate_experts=False)
@@ -332,7 +334,7 @@ def _gather(
     device: torch.device,
 ) -> dict[str, Stated]:
     """Our parameters, tensor by tensor, so that only a few rows are in memory twice."""
-    turned = partial(_turned, str(file.fields["general.architecture"]), config)
+    turned = partial(turned_rows, str(file.fields["general.architecture"]), config)
     parameters: dict[str, Stated] = {}
     for name, sources in layout.parts():
         first_shape = next(iter(sources.values()))
@@ -383,7 +385,7 @@ def _packed(file: GgufFile, name: str, in_order: Callable[[str, torch.Tensor], t
         return QuantizedWeight.from_gguf(format, source, outputs, width, order, count)
 
 
-def _turned(kind: str, config: TransformerConfig, source: str, rows: torch.Tensor) -> torch.Tensor | None:
+def turned_rows(kind: str, config: TransformerConfig, source: str, rows: torch.Tensor) -> torch.Tensor | None:
     """A tensor of the file in our order of rows; None: it has that order."""
     if kind == gguf_diffusion.LLADA2:
         return gguf_diffusion.turned(config, source, rows)

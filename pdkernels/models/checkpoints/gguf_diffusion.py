@@ -56,7 +56,8 @@ _NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 _TURNED = {"attn_qkv": "qkv", "attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
-_SOFTMAX, _SIGMOID = 1, 2
+SIGMOID = 2
+"""Of scores of experts, as `expert_gating_func` numbers them."""
 
 
 def direction(file: GgufFile, fields: Keys, kind: str) -> dict[str, Literal["causal", "bidirectional", "next", "own"]]:
@@ -131,7 +132,7 @@ def _llada2_experts(file: GgufFile, fields: Keys) -> ExpertsConfig | None:
     check(dense <= layers, OP, f"{fields.where}.leading_dense_block_count", f"be at most {layers}", dense)
     if dense == layers:
         return None
-    computed: dict[str, tuple[Any, ...]] = {"expert_gating_func": (_SIGMOID,), "expert_weights_norm": (True,)}
+    computed: dict[str, tuple[Any, ...]] = {"expert_gating_func": (SIGMOID,), "expert_weights_norm": (True,)}
     for name, allowed in computed.items():
         if fields.get(name) not in allowed:
             _refuse(file, f"{fields.where}.{name}", f"be {allowed[0]}", fields.get(name))

@@ -7,11 +7,12 @@ meaning of the names: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp, and 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pdkernels._validation import check, fail, message
 from pdkernels.models.checkpoints import gguf_sentencepiece
-from pdkernels.models.checkpoints.gguf_ends import CONTROL, USER, Marks
+from pdkernels.models.checkpoints.gguf_ends import CONTROL, NORMAL, USER, Marks
 from pdkernels.models.files.fields import OP, shown
 from pdkernels.models.files.gguf_keys import Keys
 from pdkernels.models.text.chat import ChatTemplate
@@ -41,7 +42,8 @@ _GPT_4O = "|".join(
 )
 # A contraction is a word of its own, and so is a digit.
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-_UNKNOWN = 2
+_UNKNOWN, _UNUSED = 2, 5
+_NORMALIZED = ("qwen2", "qwen35")
 
 
 def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | None:
@@ -85,10 +87,26 @@ def _texts(fields: Keys, name: str) -> list[str]:
 
 
 def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: list[int], tokenizers: Any) -> Any:
-    cut, added = tokenizers.pre_tokenizers, tokenizers.AddedToken
+    added = tokenizers.AddedToken
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama3")
     )
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre, tokenizers)
+    if pre in _NORMALIZED:
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    # Control tokens are left out of decoded text, user-defined ones are not; both are matched whole, before text is
+    # split.
+    by_kind = list(zip(vocabulary, kinds))
+    tokenizer.add_special_tokens(
+        [added(token, special=True, normalized=False) for token, kind in by_kind if kind in (_UNKNOWN, CONTROL)]
+    )
+    tokenizer.add_tokens([added(token, normalized=False) for token, kind in by_kind if kind == USER])
+    return tokenizer
+
+
+def _pre_tokenizer(pre: str, tokenizers: Any) -> Any:
+    cut = tokenizers.pre_tokenizers
     if pre == "smollm":
         parts = [cut.Digits(individual_digits=True), cut.ByteLevel(add_prefix_space=False, use_regex=True)]
     else:
@@ -103,18 +121,51 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
             cut.Split(tokenizers.Regex(pattern), "isolated"),
             cut.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
-    if pre in ("qwen2", "qwen35"):
-        tokenizer.normalizer = tokenizers.normalizers.NFC()
-    tokenizer.pre_tokenizer = cut.Sequence(parts)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    # Control tokens are left out of decoded text, user-defined ones are not; both are matched whole, before text is
-    # split.
-    by_kind = list(zip(vocabulary, kinds))
-    tokenizer.add_special_tokens(
-        [added(token, special=True, normalized=False) for token, kind in by_kind if kind in (_UNKNOWN, CONTROL)]
-    )
-    tokenizer.add_tokens([added(token, normalized=False) for token, kind in by_kind if kind == USER])
-    return tokenizer
+    return cut.Sequence(parts)
+
+
+def fields_of_tokenizer(tokenizer: JsonTokenizer, rows: int) -> dict[str, Any]:
+    """The fields of a tokenizer of byte-level BPE, the inverse of `tokenizer`; ids up to `rows` without a token are
+    unused."""
+    described, op = tokenizer.described(), "models.save_gguf"
+    model, added = described["model"], described["added_tokens"]
+    pre = _name_of(described, library("models.save_gguf"))
+    if model["type"] != "BPE" or pre is None:
+        expectation = "be byte-level BPE with a pre-tokenizer that GGUF has a name for"
+        raise NotImplementedError(message(op, "model.tokenizer", expectation, f"{model['type']} with another one"))
+    texts = {index: text for text, index in model["vocab"].items()} | {one["id"]: one["content"] for one in added}
+    kinds = dict.fromkeys(texts, NORMAL) | {one["id"]: CONTROL if one["special"] else USER for one in added}
+    count = max(rows, max(texts) + 1)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    found: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": [texts.get(index, f"[PAD{index}]") for index in range(count)],
+        "token_type": [kinds.get(index, _UNUSED) for index in range(count)],
+        "merges": merges,
+    }
+    begins = tokenizer.encode("a") != tokenizer.encode("a", add_special_tokens=False)
+    if begins and tokenizer.encode("a") != [tokenizer.bos_token_id, *tokenizer.encode("a", add_special_tokens=False)]:
+        raise NotImplementedError(message(op, "model.tokenizer", "add its BOS token alone", "something else"))
+    found |= {} if tokenizer.bos_token_id is None else {"bos_token_id": tokenizer.bos_token_id}
+    found["add_bos_token"] = begins
+    fields = {f"tokenizer.ggml.{name}": value for name, value in found.items() if value != []}
+    template = tokenizer.chat_template
+    if template is not None and isinstance(template.source, str):
+        fields["tokenizer.chat_template"] = template.source
+    return fields
+
+
+def _name_of(described: dict[str, Any], tokenizers: Any) -> str | None:
+    """The first name of GGUF for what cuts texts; None: it has none."""
+    normalized = described["normalizer"] is not None
+    for name, pre in _PRE.items():
+        empty = tokenizers.Tokenizer(tokenizers.models.BPE())
+        empty.pre_tokenizer = _pre_tokenizer(pre, tokenizers)
+        same = json.loads(empty.to_str())["pre_tokenizer"] == described["pre_tokenizer"]
+        if same and normalized == (pre in _NORMALIZED):
+            return name
+    return None
 
 
 def _begin(tokenizer: Any, fields: Keys, tokens: list[str], tokenizers: Any) -> None:

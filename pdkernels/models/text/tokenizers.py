@@ -177,6 +177,11 @@ class JsonTokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
+    def described(self) -> dict[str, Any]:
+        """What a tokenizer.json would hold of it."""
+        found: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        return found
+
     def id_of(self, token: str) -> int | None:
         """The id of an entry of the vocabulary; None if there is no such entry."""
         token_id = self._tokenizer.token_to_id(token)
