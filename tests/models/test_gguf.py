@@ -171,7 +171,7 @@ def test_other_architectures_and_parts(tmp_path: Path) -> None:
         (
             "general.architecture",
             "gemma2",
-            "m.gguf: general.architecture must be one of llama, qwen2, qwen3, qwen3moe, olmo2, gpt-oss, qwen35, lfm2, gemma3, got 'gemma2'.",
+            "m.gguf: general.architecture must be one of llama, qwen2, qwen3, qwen3moe, olmo2, gpt-oss, llada, dream, llada-moe, llada2, qwen35, lfm2, gemma3, got 'gemma2'.",
         ),
         ("split.count", 3, "m.gguf must be a whole model, got one of 3 parts. Join its parts with"),
     ):

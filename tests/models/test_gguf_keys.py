@@ -13,6 +13,7 @@ from pdkernels import models
 from pdkernels.models import LinearScaling
 from pdkernels.models.files import gguf_keys
 from tests.models import test_gemma3, test_window_gguf
+from tests.support import gguf_diffusion
 
 files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
 transformers = pytest.importorskip("transformers", reason="builds hybrid models with transformers")
@@ -179,4 +180,5 @@ def test_the_table_has_the_keys_that_are_asked_for(tmp_path: Path, monkeypatch: 
     models.load(tmp_path / "m.gguf")
     test_window_gguf.written(tmp_path / "m.gguf", "gpt_oss")
     models.load(tmp_path / "m.gguf")
+    models.load(gguf_diffusion.write_both(tmp_path, "llada2"))
     assert asked == set(gguf_keys.ABSENT)

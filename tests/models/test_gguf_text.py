@@ -13,6 +13,7 @@ import torch
 
 from pdkernels import models
 from pdkernels.decoding import generate
+from pdkernels.models.checkpoints.gguf_tokenizer import fields_of_tokenizer
 from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
 
 files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install gguf")
@@ -111,6 +112,8 @@ PIECES["gpt-4o"] = [
     " WE'LL",
     *PIECES["llama-bpe"][-6:],
 ]
+# Contractions do not end a word that begins with them, and a line's end is a piece of its own.
+PIECES["llada-moe"] = [*PIECES["qwen2"][:7], " apples", ",\n\n", *PIECES["qwen2"][9:]]
 
 
 def test_combining_marks_are_letters_of_qwen35_alone(words: dict[str, Any], tmp_path: Path) -> None:
@@ -154,6 +157,18 @@ def test_beginning_of_text_and_ends(words: dict[str, Any], tmp_path: Path) -> No
     assert load(tmp_path, words, "qwen2", pre="qwen2").tokenizer.encode("e\u0301") == load(
         tmp_path, words, "qwen2", pre="qwen2"
     ).tokenizer.encode("é")
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_fields_of_a_tokenizer(pre: str, words: dict[str, Any], tmp_path: Path) -> None:
+    """What is written of it makes the same tokenizer."""
+    for begins in (False, True):
+        own = load(tmp_path, words, pre=pre, add_bos_token=begins).tokenizer
+        again = load(tmp_path, {name.rpartition(".")[2]: value for name, value in fields_of_tokenizer(own, 340).items()} | {"eos_token_id": 1, "eot_token_id": 2}).tokenizer  # fmt: skip
+        made, expected = again.described(), own.described()
+        assert made["pre_tokenizer"] == expected["pre_tokenizer"] and made["normalizer"] == expected["normalizer"]
+        assert made["added_tokens"] == expected["added_tokens"] and again.encode(TEXT) == own.encode(TEXT)
+        assert again.decode(again.encode(TEXT)) == own.decode(own.encode(TEXT)) and again.bos_token_id == 0
 
 
 def test_merges_are_left_out_for_whole_tokens(words: dict[str, Any], tmp_path: Path) -> None:

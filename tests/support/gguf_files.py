@@ -120,10 +120,10 @@ def stacked(state: State) -> State:
     """The matrices of a layer's experts as one tensor, as the converter stacks them."""
     found: dict[str, Any] = {}
     for name, tensor in state.items():
-        before, _, after = name.partition("experts.")
+        before, _, after = name.partition(".experts.")
         number, _, rest = after.partition(".")
         if after:
-            found.setdefault(f"{before}experts.{rest}", {})[int(number)] = tensor
+            found.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
         else:
             found[name] = tensor
     return {

@@ -43,6 +43,8 @@ _GPT_4O = "|".join(
 # A contraction is a word of its own, and so is a digit.
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _UNKNOWN, _UNUSED = 2, 5
+_WHOLE = "llama3"
+"""Takes a piece that is a token as it is."""
 _NORMALIZED = ("qwen2", "qwen35")
 
 
@@ -88,9 +90,7 @@ def _texts(fields: Keys, name: str) -> list[str]:
 
 def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: list[int], tokenizers: Any) -> Any:
     added = tokenizers.AddedToken
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama3")
-    )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == _WHOLE))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, tokenizers)
     if pre in _NORMALIZED:
         tokenizer.normalizer = tokenizers.normalizers.NFC()
@@ -158,12 +158,12 @@ def fields_of_tokenizer(tokenizer: JsonTokenizer, rows: int) -> dict[str, Any]:
 
 def _name_of(described: dict[str, Any], tokenizers: Any) -> str | None:
     """The first name of GGUF for what cuts texts; None: it has none."""
-    normalized = described["normalizer"] is not None
+    normalized, whole = described["normalizer"] is not None, bool(described["model"].get("ignore_merges"))
     for name, pre in _PRE.items():
         empty = tokenizers.Tokenizer(tokenizers.models.BPE())
         empty.pre_tokenizer = _pre_tokenizer(pre, tokenizers)
         same = json.loads(empty.to_str())["pre_tokenizer"] == described["pre_tokenizer"]
-        if same and normalized == (pre in _NORMALIZED):
+        if same and normalized == (pre in _NORMALIZED) and whole == (pre == _WHOLE):
             return name
     return None
 
