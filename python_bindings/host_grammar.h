@@ -10,8 +10,10 @@
 #include <tuple>
 
 #include "host/automaton.h"
+#include "host/expression.h"
 #include "host/texts_automaton.h"
 #include "host/token_automaton.h"
+#include "host_expression.h"
 
 namespace py = pybind11;
 
@@ -35,6 +37,21 @@ ByteAutomaton parse_automaton(int64_t states, const std::vector<std::array<int32
   if (!fits) throw std::invalid_argument("pdkernels.ByteAutomaton: edges must join states, on bytes.");
   const py::gil_scoped_release release;
   return pdkernels::determinise(states, parsed, empty, start, accept, max_states, max_work);
+}
+
+ByteAutomaton automaton_of_expression(const py::object& expression, int64_t max_unfolded, int64_t max_of_texts,
+                                      int64_t max_states, int64_t max_work) {
+  const ExpressionReader reader(expression, max_of_texts);
+  const auto& whole = reader.made.parts[reader.made.whole];
+  if (whole.kind == pdkernels::Expression::Kind::automaton) return *whole.automaton;
+  const py::gil_scoped_release release;
+  return pdkernels::automaton_of(reader.made, max_unfolded, max_states, max_work);
+}
+
+int64_t unfolded_states(const py::object& expression, int64_t max_unfolded, int64_t max_of_texts, int64_t max_work) {
+  const ExpressionReader reader(expression, max_of_texts);
+  const py::gil_scoped_release release;
+  return pdkernels::Unfolding(reader.made, max_unfolded, max_work).states();
 }
 
 void check_states(const TokenAutomaton& automaton, const std::vector<int32_t>& states) {
@@ -80,6 +97,25 @@ Example:
           },
           py::arg("texts"), py::arg("max_states"),
           "The automaton of some texts with the fewest states. TooLarge: more than `max_states`.")
+      .def_static(
+          "of", &automaton_of_expression, py::arg("expression"), py::arg("max_unfolded"), py::arg("max_of_texts"),
+          py::arg("max_states"), py::arg("max_work"),
+          "The automaton of an expression of `pdkernels.grammar.language`. TooLarge says of what there is too much: "
+          "\"levels\" inside each other, states that it is \"unfolded\" to or that its \"texts\" have, \"states\", "
+          "\"work\".")
+      .def_static("unfolded", &unfolded_states, py::arg("expression"), py::arg("max_unfolded"), py::arg("max_of_texts"),
+                  py::arg("max_work"),
+                  "States of the nondeterministic automaton of an expression. TooLarge: as by `of`.")
+      .def(
+          "product",
+          [](const ByteAutomaton& made, const ByteAutomaton& other, bool intersect, int64_t max_states,
+             int64_t max_work) {
+            const py::gil_scoped_release release;
+            return pdkernels::product(made, other, intersect, max_states, max_work);
+          },
+          py::arg("other"), py::arg("intersect"), py::arg("max_states"), py::arg("max_work"),
+          "The automaton of the texts that the other one has as well, or (`intersect` false) has not. TooLarge: more "
+          "states or steps.")
       .def_property_readonly("states", &ByteAutomaton::states,
                              "States from which a text is accepted; the first one starts.")
       .def_property_readonly(
@@ -89,11 +125,8 @@ Example:
           [](const ByteAutomaton& made) {
             std::vector<std::vector<std::tuple<int32_t, int32_t, int32_t>>> lines(made.states());
             for (int64_t state = 0; state < made.states(); ++state) {
-              const int32_t* to = made.next.data() + state * 256;
-              for (int32_t first = 0, last = 0; first < 256; first = ++last) {
-                while (last < 255 && to[last + 1] == to[first]) ++last;
-                if (to[first] >= 0) lines[state].emplace_back(first, last, to[first]);
-              }
+              made.runs(state,
+                        [&](int32_t first, int32_t last, int32_t to) { lines[state].emplace_back(first, last, to); });
             }
             return lines;
           },

@@ -1,10 +1,11 @@
-// A deterministic automaton over bytes, from a nondeterministic one.
+// Deterministic automata over bytes: from nondeterministic ones, and products of two.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <map>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,17 @@ struct ByteAutomaton {
   std::vector<uint8_t> accepting;  // per state
   int64_t work = 0;                // steps of the construction
   int64_t states() const { return static_cast<int64_t>(accepting.size()); }
+  const int32_t* line(int64_t state) const { return next.data() + state * 256; }
+
+  // Ranges of bytes that lead from a state to another one: `use(first, last, to)`.
+  template <class Use>
+  void runs(int64_t state, Use&& use) const {
+    const int32_t* to = line(state);
+    for (int32_t first = 0, last = 0; first < 256; first = ++last) {
+      while (last < 255 && to[last + 1] == to[first]) ++last;
+      if (to[first] >= 0) use(first, last, to[first]);
+    }
+  }
 };
 
 class TooLarge : public std::runtime_error {
@@ -64,6 +76,32 @@ class Closure {
   std::vector<int64_t> mark_;
   int64_t stamp_ = 0;
 };
+
+// Numbers of the states from which an accepting one is reached, in their order; -1 of the others. `successors(state,
+// use)` calls `use` with each state that follows one.
+template <class Successors>
+std::vector<int32_t> useful(const std::vector<uint8_t>& accepting, Successors&& successors) {
+  const int64_t count = static_cast<int64_t>(accepting.size());
+  std::vector<std::vector<int32_t>> before(count);
+  std::vector<int32_t> numbers(count, -1), stack;
+  const auto reach = [&](int32_t state) {
+    if (numbers[state] == 0) return;
+    numbers[state] = 0;
+    stack.push_back(state);
+  };
+  for (int32_t state = 0; state < count; ++state) {
+    successors(state, [&](int32_t to) { before[to].push_back(state); });
+    if (accepting[state]) reach(state);
+  }
+  while (!stack.empty()) {
+    const int32_t state = stack.back();
+    stack.pop_back();
+    for (const int32_t from : before[state]) reach(from);
+  }
+  int32_t next = 0;
+  for (int32_t& number : numbers) number = number == 0 ? next++ : -1;
+  return numbers;
+}
 
 }  // namespace automaton_detail
 
@@ -131,42 +169,78 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
 
   // Leave out what leads nowhere.
   const int64_t count = static_cast<int64_t>(sets.size());
-  std::vector<std::vector<int32_t>> before(count);
-  std::vector<int32_t> place(count, -1), stack;
+  std::vector<uint8_t> accepting(count);
   for (int64_t state = 0; state < count; ++state) {
+    accepting[state] = std::binary_search(sets[state]->begin(), sets[state]->end(), accept);
+  }
+  const std::vector<int32_t> place = automaton_detail::useful(accepting, [&](int32_t state, auto&& use) {
+    int32_t last = -1;
     for (const int32_t to : reached[state]) {
-      if (to >= 0) before[to].push_back(static_cast<int32_t>(state));
+      if (to >= 0 && to != last) use(last = to);
     }
-    if (std::binary_search(sets[state]->begin(), sets[state]->end(), accept)) {
-      place[state] = 0;
-      stack.push_back(static_cast<int32_t>(state));
-    }
-  }
-  while (!stack.empty()) {
-    const int32_t state = stack.back();
-    stack.pop_back();
-    for (const int32_t from : before[state]) {
-      if (place[from] < 0) {
-        place[from] = 0;
-        stack.push_back(from);
-      }
-    }
-  }
+  });
   ByteAutomaton made;
   made.work = work;
   if (place[0] < 0) return made;
-  int32_t useful = 0;
-  for (int32_t& new_place : place) {
-    if (new_place == 0) new_place = useful++;
-  }
-  made.next.assign(static_cast<size_t>(useful) * 256, -1);
-  made.accepting.assign(useful, 0);
   for (int64_t state = 0; state < count; ++state) {
     if (place[state] < 0) continue;
-    made.accepting[place[state]] = std::binary_search(sets[state]->begin(), sets[state]->end(), accept);
+    made.accepting.push_back(accepting[state]);
     for (int32_t byte = 0; byte < 256; ++byte) {
       const int32_t to = reached[state][part_of[byte]];
-      if (to >= 0) made.next[static_cast<size_t>(place[state]) * 256 + byte] = place[to];
+      made.next.push_back(to < 0 ? -1 : place[to]);
+    }
+  }
+  return made;
+}
+
+// The texts of the first automaton that the second one has, or (`intersect` false) has not; without any, the result has
+// no states. TooLarge: more than `max_states`, or more than `max_work` steps.
+inline ByteAutomaton product(const ByteAutomaton& first, const ByteAutomaton& second, bool intersect,
+                             int64_t max_states, int64_t max_work) {
+  ByteAutomaton all;
+  std::vector<std::pair<int32_t, int32_t>> pairs;  // -1: the second one has no such text
+  std::unordered_map<int64_t, int32_t> known;
+  const auto number = [&](int32_t to, int32_t beside) {
+    const auto [place, fresh] = known.emplace(static_cast<int64_t>(to) * (second.states() + 1) + beside + 1,
+                                              static_cast<int32_t>(pairs.size()));
+    if (fresh) {
+      if (static_cast<int64_t>(pairs.size()) >= max_states) throw TooLarge("states");
+      pairs.emplace_back(to, beside);
+    }
+    return place->second;
+  };
+  if (first.states() == 0) return all;
+  number(0, second.states() > 0 ? 0 : -1);
+  for (size_t at = 0; at < pairs.size(); ++at) {
+    const auto [here, other] = pairs[at];
+    const int32_t *line = first.line(here), *other_line = other < 0 ? nullptr : second.line(other);
+    int32_t last_to = -1, last_beside = -1, last = -1;  // most bytes lead where their neighbours lead
+    for (int32_t byte = 0; byte < 256; ++byte) {
+      const int32_t to = line[byte], beside = other_line == nullptr ? -1 : other_line[byte];
+      const bool none = to < 0 || (intersect && beside < 0);
+      if (!none && (last < 0 || to != last_to || beside != last_beside)) {
+        last = number(to, beside);
+        last_to = to;
+        last_beside = beside;
+      }
+      all.next.push_back(none ? -1 : last);
+    }
+    all.accepting.push_back(first.accepting[here] && (other >= 0 && second.accepting[other]) == intersect);
+    all.work += 256;
+    if (all.work > max_work) throw TooLarge("work");
+  }
+  const std::vector<int32_t> place = automaton_detail::useful(all.accepting, [&](int32_t state, auto&& use) {
+    all.runs(state, [&](int32_t, int32_t, int32_t to) { use(to); });
+  });
+  ByteAutomaton made;
+  made.work = all.work;
+  if (place[0] < 0) return made;
+  for (int64_t state = 0; state < all.states(); ++state) {
+    if (place[state] < 0) continue;
+    made.accepting.push_back(all.accepting[state]);
+    for (int32_t byte = 0; byte < 256; ++byte) {
+      const int32_t to = all.line(state)[byte];
+      made.next.push_back(to < 0 ? -1 : place[to]);
     }
   }
   return made;

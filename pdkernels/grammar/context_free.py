@@ -16,7 +16,7 @@ from typing import Any
 
 from pdkernels._validation import check_text, refuse, sentence
 from pdkernels.grammar.ebnf import pieces
-from pdkernels.grammar.language import OP, unfolded
+from pdkernels.grammar.language import OP, check_unfolded
 from pdkernels.grammar.regex import MAX_LENGTH, parsed
 
 _END = b"\xff"  # the library asks for some bytes of its end token
@@ -61,7 +61,7 @@ def checked_rules(rules: str) -> str:
     for kind, lexeme in pieces(rules, directives=True):
         if kind == "pattern":
             try:
-                unfolded(parsed(lexeme[1 : lexeme.rindex("/")]), f"the pattern {lexeme[:60]}")
+                check_unfolded(parsed(lexeme[1 : lexeme.rindex("/")]), f"the pattern {lexeme[:60]}")
             except NotImplementedError:
                 continue
     _check_schemas(rules)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import groupby
 
-from pdkernels.grammar.language import Expression, Machine, compiled, is_nothing
+from pdkernels.grammar.language import Expression, Machine, compiled, is_nothing, machine
 
 Edges = tuple[tuple[int, int, int], ...]
 """Of a state: first byte, last byte, to."""
@@ -13,11 +13,7 @@ Edges = tuple[tuple[int, int, int], ...]
 
 def deterministic(expression: Expression, source: str) -> Machine:
     """The automaton of an expression, which errors call `source`."""
-    automaton = compiled(expression, source)
-    edges = [(state, *edge) for state, line in enumerate(automaton.table) for edge in _edges(line)]
-    return Machine(
-        automaton.states, tuple(edges), tuple(state for state, ends in enumerate(automaton.accepting) if ends)
-    )
+    return Machine(compiled(expression, source))
 
 
 def smallest(expression: Expression, source: str) -> Expression:
@@ -36,7 +32,7 @@ def smallest(expression: Expression, source: str) -> Expression:
 
     last = number(0)
     edges = [(last - n, low, high, last - to) for (_, runs), n in numbers.items() for low, high, to in runs]
-    return Machine(last + 1, tuple(edges), tuple(last - n for (ends, _), n in numbers.items() if ends))
+    return machine(last + 1, edges, [last - n for (ends, _), n in numbers.items() if ends])
 
 
 def _edges(line: list[int]) -> Edges:

@@ -13,11 +13,11 @@ from pdkernels.grammar.language import (
     Alt,
     Chars,
     Expression,
-    Machine,
     Repeat,
     Seq,
     either,
     is_nothing,
+    machine,
     optional,
     sequence,
     text,
@@ -160,7 +160,7 @@ def multiples(step: Decimal) -> Expression:
     for place, start in enumerate(at):
         scale = 10 ** (places - place)
         accepting += [start + remainder for remainder in range(unit) if remainder * scale % unit == 0]
-    return Machine(point + (unit if places else 1), tuple(edges), tuple(accepting))
+    return machine(point + (unit if places else 1), edges, accepting)
 
 
 @lru_cache(maxsize=256)
