@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from pdkernels import _host
@@ -102,7 +103,12 @@ def may_be_empty(expression: Expression) -> bool:
 def text(characters: str) -> Expression:
     """These characters."""
     check_text(OP, characters, "a text")
-    return Seq(tuple(Chars(((ord(character), ord(character)),)) for character in characters))
+    return Seq(tuple(map(_character, characters)))
+
+
+@lru_cache(maxsize=4096)
+def _character(character: str) -> Chars:
+    return Chars(((ord(character), ord(character)),))
 
 
 def optional(expression: Expression) -> Expression:

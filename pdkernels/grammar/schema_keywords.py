@@ -39,6 +39,7 @@ _APPLIED = frozenset("type enum const anyOf oneOf allOf not if then else $ref".s
 _REFUSED = frozenset("unevaluatedItems $dynamicRef $recursiveRef extends disallow divisibleBy".split())
 """Keywords that demand something, in one draft or another, and are not followed."""
 _DEMANDS = _REFUSED | _APPLIED | frozenset().union(*KEYWORDS.values())
+_BOUNDS = [(f"min{subject}", f"max{subject}") for subject in ("Length", "Items", "Contains", "Properties")]
 _COUNTS = frozenset({"multipleOf"}).union(
     name for names in KEYWORDS.values() for name in names if name[:3] in ("min", "max") and not name.endswith("imum")
 )
@@ -113,14 +114,15 @@ def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> N
         check(isinstance(value, kind), OP, f"{name} at {place}", f"be {expectation}", type(value).__name__)
         if name == "format" and value not in FORMATS:
             unknown.setdefault((name, value), place)
-    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-        number = schema.get(name, 0)
+    for name in KEYWORDS["number"] & schema.keys() - {"format"}:
+        number = schema[name]
         finite = type(number) is int or (type(number) is float and isfinite(number))
         valid = finite or (type(number) is bool and name.startswith("exclusive"))
         check(valid, OP, f"{name} at {place}", "be a finite number", number)
     check(schema.get("multipleOf", 1) > 0, OP, f"multipleOf at {place}", "be above 0", schema.get("multipleOf"))
-    for subject in ("Length", "Items", "Contains", "Properties"):
-        counts(schema, f"min{subject}", f"max{subject}", place)
+    for low, high in _BOUNDS:
+        if low in schema or high in schema:
+            counts(schema, low, high, place)
     for pattern in schema.get("patternProperties", {}):
         parsed(pattern)
     of = schema.get("type")

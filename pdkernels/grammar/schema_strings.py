@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from pdkernels.grammar.budget import current
 from pdkernels.grammar.language import (
     EMPTY,
     NOTHING,
@@ -50,10 +51,15 @@ def _any_character(complete: bool) -> Expression:
 
 
 def matching(pattern: str, wide: bool = False, complete: bool = False) -> Expression:
-    """The strings in which a pattern is found, as `parsed` reads it."""
-    return quoted(parsed(pattern, search=True, wide=wide), complete)
+    """The strings in which a pattern is found, as `parsed` reads it; the same expression all through a compile."""
+    memo, key = current().memo, ("strings", pattern, wide, complete)
+    if key not in memo:
+        memo[key] = quoted(parsed(pattern, search=True, wide=wide), complete)
+    expression: Expression = memo[key]
+    return expression
 
 
+@lru_cache(maxsize=128)
 def of_format(name: str, complete: bool = False) -> Expression:
     """Strings of a format."""
     return quoted(parsed(PATTERNS[name]), complete)
