@@ -118,6 +118,7 @@ class PagedKVCache(KVCacheBase):
         self._publish()
         other._publish()
         self.lengths[row].fill_(length)
+        self._adapt_row_(row, other.adapters[other_row] if other.adapters else None)
         other.idle_row_(other_row)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class Cache(Protocol):
     capacity: int
     layers: int
     kv_heads: int
+    adapters: list[Any] | None
     head_dim: int
 
     @property

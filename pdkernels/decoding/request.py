@@ -18,6 +18,7 @@ from pdkernels.generation.replay import Source, special_names
 from pdkernels.generation.result import DecodeResult, DecodeStats, OnTokens
 from pdkernels.generation.session import Session, inference
 from pdkernels.models.capabilities import rows_ahead
+from pdkernels.models.checkpoints.request_adapters import checked_name
 from pdkernels.models.protocols import lacking, missing
 
 _OP = "decoding.generate"
@@ -66,10 +67,13 @@ def open_session(
     for token in ends:
         check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)
     prompts, single = token_lists(model, prompt, vocabulary)
+    adapters = _adapters(model, params, len(prompts))
     prompts, single = [ids for ids in prompts for _ in range(copies)], single and copies == 1
     _check_length(model, max(map(len, prompts)), max_new_tokens, overflow)
     if fill_in is None:
-        return Session(model, prompts, max_new_tokens, ends, on_tokens, trace, params=params), single
+        session = Session(model, prompts, max_new_tokens, ends, on_tokens, trace, params=params)
+        session.adapters = adapters
+        return session, single
     firsts = [ids.index(fill_in) if fill_in in ids else len(ids) for ids in prompts]
     unpredicted = min(firsts) == 0 and rows_ahead(model) > 0
     refuse(
@@ -78,7 +82,19 @@ def open_session(
         "the prompt starts with a mask, but rows of this model predict the next token, so none predicts the first",
     )
     heads, tails = zip(*((ids[:first], ids[first:]) for ids, first in zip(prompts, firsts, strict=True)), strict=True)
-    return Session(model, list(heads), max_new_tokens, ends, on_tokens, trace, tails, params), single
+    session = Session(model, list(heads), max_new_tokens, ends, on_tokens, trace, tails, params)
+    session.adapters = adapters
+    return session, single
+
+
+def _adapters(model: Any, params: SamplingParams, prompts: int) -> list[Any] | None:
+    """The adapter of each text, None for the model alone; None: no text has any."""
+    names = params.adapter
+    if names is not None and not isinstance(names, str):
+        check(len(names) == prompts, _OP, "adapter", f"have one entry for each of {prompts} prompts", len(names))
+    each = [names] * prompts if names is None or isinstance(names, str) else names
+    adapters = [None if name is None else checked_name(_OP, "adapter", model, name) for name in each]
+    return [one for one in adapters for _ in range(params.n)] if any(adapters) else None
 
 
 def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overflow) -> None:
@@ -133,7 +149,9 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
     count = session.params.logprobs
     if count is not None and probabilities is None:
         with inference():
-            probabilities = log_probs(getattr(model, "model_itself", model), session.prompts, session.tokens, count)
+            probabilities = log_probs(
+                getattr(model, "model_itself", model), session.prompts, session.tokens, count, session.adapters
+            )
     if single:
         only = None if probabilities is None else probabilities[0]
         return DecodeResult(ids[0], None if text is None else text[0], stats, only, source)

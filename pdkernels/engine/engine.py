@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Hashable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet, ref
@@ -29,6 +30,7 @@ from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams, take_params
 from pdkernels.generation.prompts import Prompts
 from pdkernels.generation.session import Session
+from pdkernels.models.checkpoints.request_adapters import checked_name, load_adapter, unload_adapter
 
 _OP = "Engine.submit"
 _BUCKET = 32  # canvases of one batch are padded to a multiple of this many prompt tokens
@@ -267,6 +269,32 @@ class Engine:
         """Whether it takes requests."""
         return not self._closing and self._thread.is_alive()
 
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Gives its model a LoRA adapter that requests may name, while others run; `pdkernels.models.load_adapter` says
+        what it raises."""
+        with self._lock:
+            load_adapter(self.model, name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes an adapter from its model.
+
+        Raises:
+            ValueError: no adapter has this name, or a request uses it.
+        """
+        op = "Engine.unload_adapter"
+        with self._lock:
+            adapter = checked_name(op, "name", self.model, name)
+            users = sum(adapter in (request.session.adapters or ()) for request in self._requests())
+            check(users == 0, op, "name", "be that of an adapter that no request uses", f"{name!r}, which {users} use")
+            unload_adapter(self.model, name)
+
+    def _requests(self) -> list[Request]:
+        """Those that wait or run."""
+        method_batches = self._method_batches.values()
+        prefilling = [batch.prefilling for batch in method_batches if batch.prefilling is not None]
+        others = ([*batch.waiting, *batch.running.values()] for batch in method_batches)
+        return [*prefilling, *itertools.chain.from_iterable(others)]
+
     def metrics(self) -> EngineMetrics:
         """A copy of the counters.
 
@@ -356,7 +384,7 @@ class Engine:
         ends, filters, kind = session.end_tokens, session.filters, method.steps
         assert kind is not None
         # Rows that draw by themselves bring their samplers.
-        params = SamplingParams() if kind.draws_by_row(options) else session.params.replace(seed=0)
+        params = SamplingParams() if kind.draws_by_row(options) else session.params.replace(seed=0, adapter=None)
         model = self.model if method.fills_canvases or not filters.any else FilteredModel(self.model, filters)
         longest, limit = self.max_prompt_tokens, self.max_new_tokens
         if not kind.any_limit:

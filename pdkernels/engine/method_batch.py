@@ -195,6 +195,7 @@ class MethodBatch:
         assert self.batch is not None
         staging, text = self.batch.staging, request.text
         prompt = request.session.prompts[0]
+        staging.adapt(request.session)
         if staging.pool is not None:
             pages = memory.pages
             metrics.restored_tokens += memory.restore(request.session, request.stored)

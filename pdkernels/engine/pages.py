@@ -77,7 +77,8 @@ class Memory:
     def root(session: Session) -> Root:
         """What the K and V of a request depend on besides its tokens, and the model, of which there is one here. Files
         are named by its `repr`, so that must say the same in every program."""
-        return ()
+        adapter = session.adapters[0] if session.adapters else None
+        return () if adapter is None else (adapter.digest,)
 
     def prepare(self, session: Session) -> list[Piece]:
         """Reads what the folder has of a prompt, in the thread of who submits it."""

@@ -29,6 +29,8 @@ class CacheRows:
             cache.device,
         )
         self.batch = len(index)
+        adapters = getattr(cache, "adapters", None)
+        self.adapters = None if adapters is None else [adapters[number] for number in index.tolist()]
         self.lengths: Tensor = cache.lengths.index_select(0, index)
         table = cache.block_table
         self.block_table: Tensor = index[:, None] if table is None else table.index_select(0, index)

@@ -49,15 +49,22 @@ CHUNK = 64
 
 
 def scored(
-    model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]], run: Callable[..., Any] | None = None
+    model: Any,
+    prompts: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    run: Callable[..., Any] | None = None,
+    adapters: Sequence[Any] | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """The logits that predict each token of `texts`, which follow `prompts`: pairs of the number of the first token and
-    logits ``(batch, R, V)``; rows past the end of a text are padding. `run` replaces the call of the model."""
+    logits ``(batch, R, V)``; rows past the end of a text are padding. `run` replaces the call of the model; `adapters`: of
+    each text."""
     run = model if run is None else run
     longest = max(map(len, texts))
     if longest == 0:
         return
     cache = model.new_cache(len(prompts), max(map(len, prompts)) + longest)
+    if adapters is not None:
+        cache.adapt_(adapters)
     device = cache.lengths.device
     width = max(map(len, prompts))
     packed = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
@@ -73,11 +80,17 @@ def scored(
         cache.commit_(counts)
 
 
-def log_probs(model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]], count: int) -> list[LogProbs]:
+def log_probs(
+    model: Any,
+    prompts: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    count: int,
+    adapters: Sequence[Any] | None = None,
+) -> list[LogProbs]:
     """The log-probabilities of each text's tokens, and the `count` largest of each place, under the model's own
     distribution."""
     chunks: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in texts]
-    for first, logits in scored(model, prompts, texts):
+    for first, logits in scored(model, prompts, texts, adapters=adapters):
         if hasattr(logits, "full_tensor"):
             logits = logits.full_tensor()
         distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -28,7 +28,7 @@ MAX_SCALE = 1e30
 """Limit of what logits and states are multiplied with or divided by, which leaves them finite in float32."""
 
 Functions = Callable[..., Any] | Sequence[Callable[..., Any]] | None
-Effect = Literal["draw", "filter", "stop", "report"]
+Effect = Literal["model", "draw", "filter", "stop", "report"]
 Kind = Literal[
     "number",
     "integer",
@@ -39,6 +39,7 @@ Kind = Literal[
     "strings",
     "functions",
     "grammar",
+    "name",
 ]
 """The form of a value, which says how a command line or a JSON body writes it."""
 Check = Callable[[str, str, Any], Any]
@@ -56,7 +57,7 @@ class Setting(NamedTuple):
     default: Any
     kind: Kind
     effect: Effect
-    """"draw": chooses among tokens; "filter": changes logits; "stop": ends a text; "report": adds to the result."""
+    """"model": computes the logits; "draw": chooses among tokens; "filter": changes logits; "stop": ends a text; "report": adds to the result."""
     check: Check
     minimum: float | None
     maximum: float | None
@@ -275,6 +276,15 @@ def _grammar(op: str, name: str, value: Any) -> Any:
     return tuple(grammars)
 
 
+def _names(op: str, name: str, value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    names = _items(op, name, value, "a name, or a list with one (or None) for each prompt")
+    for each in names:
+        check_type(each is None or isinstance(each, str), op, name, "hold names", type(each).__name__)
+    return tuple(names)
+
+
 # -------------------------------------------------------------------------------------------------------------- value
 
 
@@ -294,6 +304,12 @@ class SamplingParams:
     op: InitVar[str] = "SamplingParams"  # whose arguments they are, for errors
 
     # fmt: off
+    adapter: str | Sequence[str | None] | None = setting(
+        None, "name", "model", _names,
+        "the LoRA adapter that computes a text with the model, by its name in `model.adapters` (`pdkernels.models.load_adapter`), or one (or "
+        "None) for each prompt; None: the model alone.",
+        per_row=True, wire="adapter",
+    )
     temperature: float = setting(
         0.0, "number", "draw", _temperature, "sampling temperature; 0 is greedy.",
         minimum=0, maximum=MAX_SCALE, per_row=True, wire="temperature", transformers="temperature", aliases=("do_sample",),

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pdkernels._validation import sentence
+from pdkernels._validation import refuse, sentence
 from pdkernels.cache import PagePool
 from pdkernels.generation.filters import Filters
 from pdkernels.generation.logprobs import WrittenLogProbs
@@ -110,6 +110,7 @@ class Session:
         self.callback_seconds = 0.0
         self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
         self.likely: WrittenLogProbs | None = None
+        self.adapters: list[Any] | None = None  # of each sequence, None for the model alone
         self.pool: PagePool | None = None  # where the cache of a running batch takes its pages from
         self.grammar: Any = None  # a GrammarRows (decoding/grammar_rows.py), or None
         self.stops = Stops()
@@ -160,6 +161,13 @@ class Session:
             cache.reserve_([len(prompt) + length for prompt in self.prompts] * copies)
         if drafts and hasattr(cache, "reserve_drafts_"):
             cache.reserve_drafts_(drafts)
+        return self._adapted(cache, copies)
+
+    def _adapted(self, cache: Any, copies: int) -> Any:
+        if self.adapters is not None:
+            fault = f"a cache of {type(cache).__name__} does not follow adapters"
+            refuse(not hasattr(cache, "adapt_"), "decoding.generate", fault, "Leave out the option that asks for it.")
+            cache.adapt_(self.adapters * copies)
         return cache
 
     def packed_prompts(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,6 +72,8 @@ class SharedPrompts:
         cached = torch.tensor(shared).to(device, non_blocking=True)
         if width > 0:
             prompt_cache = self.model.new_cache(len(shared), width)
+            if getattr(cache, "adapters", None) is not None:
+                prompt_cache.adapt_(cache.adapters[:: self._count])
             last = (cached - 1).clamp(min=0)[:, None]
             self.model(tokens[:: self._count, :width].contiguous(), cache=prompt_cache, counts=cached, rows=last)
             for sequence in range(len(tokens)):

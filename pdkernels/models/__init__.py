@@ -33,6 +33,7 @@ from pdkernels.models.checkpoints.huginn import (
     to_huginn_state_dict,
 )
 from pdkernels.models.checkpoints.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
+from pdkernels.models.checkpoints.request_adapters import load_adapter, unload_adapter
 from pdkernels.models.checkpoints.zoo import available, load
 from pdkernels.models.drafters import DFlashConfig, DFlashHead, EagleConfig, EagleHead, MtpConfig, MtpHead
 from pdkernels.models.plan_tokens import PlanTokens
@@ -104,6 +105,7 @@ __all__ = [
     "from_llada_config",
     "from_llada_state_dict",
     "load",
+    "load_adapter",
     "load_drafter",
     "load_sampler",
     "sampler_features",
@@ -114,5 +116,6 @@ __all__ = [
     "to_hf_state_dict",
     "to_huginn_config",
     "to_huginn_state_dict",
+    "unload_adapter",
     "to_llada_state_dict",
 ]

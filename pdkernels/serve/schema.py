@@ -56,6 +56,7 @@ def _json_type(setting: Setting) -> Any:
         "sequences": Annotated[list[token_ids], _LONGEST],
         "numbers by token": Annotated[dict[int, number], _LONGEST],
         "tokens by place": Annotated[dict[int, StrictInt], _LONGEST],
+        "name": Annotated[str, Field(min_length=1, max_length=256)],
         "strings": Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)],
     }
     return types[setting.kind]

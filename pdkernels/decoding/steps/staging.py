@@ -89,6 +89,11 @@ class Staging:
         self.cached = 0
         """Tokens of the next prompt whose K and V are in the cache."""
 
+    def adapt(self, session: Session) -> None:
+        """Says which adapter the next prompt runs with."""
+        if hasattr(self.steps.cache, "adapt_"):
+            self.steps.cache.adapt_(session.adapters * self.steps.cache.batch if session.adapters else [])
+
     @inference()
     def adopt(self, cache: Any, length: int) -> None:
         """Takes over the first `length` tokens of the next prompt from a cache of batch 1."""
@@ -179,6 +184,7 @@ class Staging:
         """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the
         options."""
         self._model.cached, self._model.shared, self.cached = self.cached, self.pool is not None, 0
+        self.adapt(session)
         if self._sampler is not None:
             self.steps.sampler = sampler or self._sampler
         self.steps.reseed(seed)

@@ -22,6 +22,7 @@ from pdkernels.cache import Cache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
+from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.models.architectures.windows import Window, Windows, first_seen, hide, windowed_plan
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
@@ -181,6 +182,8 @@ class NewRows(NamedTuple):
     """Of queries, beside the one of attention."""
     cu_seqlens: torch.Tensor | None = None
     """Where the rows of each sequence begin, if those of all are the rows of one entry."""
+    lora: AdaptedRows | None = None
+    """Those with adapters of their own."""
 
     def attend_(self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape. `sinks`

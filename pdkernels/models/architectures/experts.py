@@ -11,6 +11,7 @@ from torch import nn
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.architectures.fused import gated, grouped_linear, linear, wide_linear
 from pdkernels.models.architectures.layer import Layer, Matrix
+from pdkernels.models.architectures.lora import Added
 
 
 class ExpertLayer(Layer):
@@ -39,7 +40,7 @@ class ExpertLayer(Layer):
         for name, shape in (("shared_gate_up", (2 * shared, hidden)), ("shared_down", (hidden, shared))):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if shared else None)
 
-    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, normed: torch.Tensor, lora: Added | None = None) -> torch.Tensor:
         experts = self.config.experts
         assert experts is not None
         rows = normed.flatten(0, -2)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import nn
 
-from pdkernels._validation import check
+from pdkernels._validation import check, check_type, fail
 from pdkernels.models.architectures.fused import add_norm, gated, linear, rms_norm
+from pdkernels.models.architectures.lora import Added
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -80,18 +81,19 @@ class Layer(nn.Module):
         added: torch.Tensor | None,
         attend: Callable[..., torch.Tensor],
         adapted: torch.Tensor | None,
+        lora: Added | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual and the output of the MLP, which the next layer adds up.
 
         `added` is the MLP's output of the previous layer, which is still to be added to `x`, None for the first layer;
-        `attend` maps the output of `project`, and `sinks` where there are some, to the input of `project_out`. A layer
-        reads only its own parameters, because FSDP holds them only while it runs.
+        `attend` maps the output of `project`, and `sinks` where there are some, to the input of `project_out`; `lora` adds
+        what the adapters of rows make of a product. A layer reads only its own parameters, because FSDP holds them only while it runs.
         """
         x, normed = (x, self.normed(x)) if added is None else self._sum(added, x, self.attention_norm)
-        qkv = self.project(normed)
+        qkv = self.project(normed, lora=lora)
         mixed = attend(qkv) if self.sinks is None else attend(qkv, sinks=self.sinks)
-        x, normed = self._sum(self.project_out(mixed, adapted), x, self.mlp_norm)
-        return x, self._outer(self._mlp(normed))
+        x, normed = self._sum(self.project_out(mixed, adapted, lora), x, self.mlp_norm)
+        return x, self._outer(self._mlp(normed, lora))
 
     def _sum(
         self, added: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None
@@ -111,7 +113,9 @@ class Layer(nn.Module):
         """The input of attention's projections for `x`."""
         return self._normed(x, self.attention_norm)
 
-    def project(self, normed: torch.Tensor, which: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
+    def project(
+        self, normed: torch.Tensor, which: Literal["qkv", "qk", "v"] = "qkv", lora: Added | None = None
+    ) -> torch.Tensor:
         """q, k and v, or some of them, before the rotation: `(batch, rows, heads, head_dim)`.
 
         q and k are normed if the model norms them.
@@ -123,7 +127,10 @@ class Layer(nn.Module):
             middle = (config.heads + config.kv_heads) * config.head_dim
             rows = slice(middle) if which == "qk" else slice(middle, None)
             weight, bias = weight[rows], None if bias is None else bias[rows]
-        heads: torch.Tensor = linear(normed, weight, bias).unflatten(-1, (-1, config.head_dim))
+        product = linear(normed, weight, bias)
+        if lora is not None:
+            product = lora(product, normed, which)
+        heads: torch.Tensor = product.unflatten(-1, (-1, config.head_dim))
         if self.q_norm is None or self.k_norm is None or which == "v":
             return heads
         q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(which) - 1)], -2)
@@ -134,11 +141,15 @@ class Layer(nn.Module):
             return torch.cat((q, k, *v), -2)
         return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)
 
-    def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
+    def project_out(
+        self, mixed: torch.Tensor, adapted: torch.Tensor | None = None, lora: Added | None = None
+    ) -> torch.Tensor:
         """The output projection of attention, of `mixed` `(batch, rows, heads, head_dim)`, which is added to the
         residual."""
         mixed = mixed.flatten(-2)
         out = linear(mixed, self.output, self.output_bias)
+        if lora is not None:
+            out = lora(out, mixed, "output")
         if adapted is not None:
             assert self.adapter_in is not None and self.adapter_out is not None
             out = out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
@@ -151,9 +162,12 @@ class Layer(nn.Module):
     def _outer(self, out: torch.Tensor) -> torch.Tensor:
         return self._normed(out, self.mlp_out_norm)
 
-    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, normed: torch.Tensor, lora: Added | None = None) -> torch.Tensor:
         gate_up = linear(normed, self.gate_up, self.gate_up_bias)
-        return linear(gated(gate_up, self.config.activation), self.down, self.down_bias)
+        if lora is None:
+            return linear(gated(gate_up, self.config.activation), self.down, self.down_bias)
+        inner = gated(lora(gate_up, normed, "gate_up"), self.config.activation)
+        return lora(linear(inner, self.down, self.down_bias), inner, "down")
 
     @torch.no_grad()
     def attach_adapter_(self, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -170,3 +184,17 @@ class Layer(nn.Module):
         like = next(self.parameters()) if isinstance(self.output, QuantizedWeight) else self.output
         self.adapter_in = nn.Parameter(a.detach().to(like), like.requires_grad)
         self.adapter_out = nn.Parameter(b.detach().to(like), like.requires_grad)
+
+    def gate(self, adapted: Literal[True] | torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Factor of the drafting adapter's output that broadcasts to `(batch, T, hidden_size)`, for rows of this
+        `shape`; see `adapted` of a forward."""
+        op, remedy = "Transformer", "Give it one with attach_adapter_."
+        if self.adapter_in is None:
+            fail(op, "adapted", "be False for a model without an adapter", adapted, remedy)
+        if adapted is True:
+            return self.adapter_in.new_ones(())
+        valid, actual = isinstance(adapted, torch.Tensor), getattr(adapted, "dtype", type(adapted).__name__)
+        check_type(valid and adapted.dtype == torch.bool, op, "adapted", "be a bool or a bool tensor", actual)
+        expectation = f"have shape ({shape[1]},) or {tuple(shape)}"
+        check(adapted.shape in (shape, shape[1:]), op, "adapted", expectation, tuple(adapted.shape))
+        return adapted.to(self.adapter_in.dtype)[..., None]

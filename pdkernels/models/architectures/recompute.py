@@ -18,6 +18,7 @@ from pdkernels.cache import Cache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.architectures.attention import Visibility, attend
+from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.models.architectures.windows import Window, Windows, hide
 from pdkernels.ops.speculative_attention import speculative_attention
@@ -41,6 +42,8 @@ class RecomputedRows(NamedTuple):
     style: RopeStyle
     windows: Windows = ()
     """Of each layer."""
+    lora: AdaptedRows | None = None
+    """Those with adapters of their own."""
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         """Stores K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attends; q's
@@ -143,7 +146,8 @@ def recomputed_rows(
     keys = cache.capacity
     if device.type == "cpu" and batch and not torch.compiler.is_compiling():
         keys = _check_values(cache, starts, slots, visible)
-    return RecomputedRows(cache, starts, slots, visible, keys, table, style, windows)
+    lora = AdaptedRows.of(cache.adapters, rows, None, device)
+    return RecomputedRows(cache, starts, slots, visible, keys, table, style, windows, lora)
 
 
 def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor) -> int:

@@ -37,6 +37,7 @@ from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.experts import ExpertLayer
 from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.layer import Layer, Matrix
+from pdkernels.models.architectures.lora import AdaptedRows, LoraAdapter
 from pdkernels.models.architectures.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.architectures.rope import RopeTables, Rotation
 from pdkernels.models.architectures.taps import Tapped, checked_taps
@@ -59,7 +60,8 @@ class Transformer(nn.Module):
 
     `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text; `mask_token` (or None)
     is the id of a masked position, for models that were trained to fill those in; `plan_tokens` (or None) are the
-    control tokens of a model that plans its text. Parameters may be fp64, fp32, bf16 or fp16 (`model.to(dtype)`); in
+    control tokens of a model that plans its text. `adapters` are those of `pdkernels.models.load_adapter`, and `layout`
+    (or None) says what they call the parameters. Parameters may be fp64, fp32, bf16 or fp16 (`model.to(dtype)`); in
     fp64 everything is fp64, norm statistics and RoPE included.
 
     >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8,
@@ -120,6 +122,8 @@ class Transformer(nn.Module):
             scaling=config.rope_scaling,
         )
         self.binding = whole_step.Binding()
+        self.adapters: dict[str, LoraAdapter] = {}
+        self.layout: Any = None
         self._window_tables = None
         if config.window_rope_theta is not None:
             self._window_tables = RopeTables(
@@ -288,6 +292,8 @@ class Transformer(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Transformer:
         self.binding.drop()  # or what moves would stay where it was too
+        for adapter in self.adapters.values():
+            adapter.apply_(fn)
         return cast(Transformer, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     @property
@@ -316,7 +322,8 @@ class Transformer(nn.Module):
             row = torch.arange(begins[-1], device=tokens.device) - cu_seqlens[sequence]
             plan = cached_visibility(cache, None, None, max(counts), None)
             rotation = self._rotation(self._rope(cache.capacity + max(counts)), (cache.lengths[sequence] + row)[None])
-            rows = self._new_rows(rotation, plan, cache)._replace(cu_seqlens=cu_seqlens)
+            lora = AdaptedRows.of(cache.adapters, 0, begins, tokens.device)
+            rows = self._new_rows(rotation, plan, cache)._replace(cu_seqlens=cu_seqlens, lora=lora)
             return self._run(tokens, rows, None)
 
     def tapped(
@@ -367,7 +374,7 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """The input of `logits`. `states` gets the inputs of the layers that are its keys."""
         self._validate(tokens, cache, counts, positions, mask)
-        gate = self._gate(adapted, tokens.shape)
+        gate = None if adapted is False else self.layers[0].gate(adapted, tokens.shape)
         if cache is None:
             visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
             rows = self._new_rows(self._uncached_rotation(tokens, positions), visibility)
@@ -376,6 +383,8 @@ class Transformer(nn.Module):
         with torch.no_grad():
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
             rows = self._new_rows(rotation, visibility, cache, counts)
+            lora = AdaptedRows.of(cache.adapters, tokens.shape[1], None, tokens.device)
+            rows = rows if lora is None else rows._replace(lora=lora)
             return self._run(tokens, self._windowed(rows, tokens.shape[1], cache.lengths, positions), gate, states)
 
     def recompute(
@@ -483,39 +492,8 @@ class Transformer(nn.Module):
             if self.has_adapter:
                 model.attach_adapter_([_pair(layer) for layer in self.layers])
         packing.adopt_(model, state)
-        model.cache_dtype = self.cache_dtype
+        model.cache_dtype, model.layout, model.adapters = self.cache_dtype, self.layout, dict(self.adapters)
         return model.requires_grad_(False).eval()
-
-    def _gate(self, adapted: bool | torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        """Factor of the adapter's output that broadcasts to `(batch, T, hidden_size)`; None: no adapter."""
-        if adapted is False:
-            return None
-        op = "Transformer"
-        check(
-            self.has_adapter,
-            op,
-            "adapted",
-            "be False for a model without an adapter",
-            adapted,
-            "Give it one with attach_adapter_.",
-        )
-        if adapted is True:
-            return torch.ones((), dtype=self.dtype, device=self.device)
-        check_type(
-            isinstance(adapted, torch.Tensor) and adapted.dtype == torch.bool,
-            op,
-            "adapted",
-            "be a bool or a bool tensor",
-            getattr(adapted, "dtype", type(adapted).__name__),
-        )
-        check(
-            adapted.shape in (shape, shape[1:]),
-            op,
-            "adapted",
-            f"have shape ({shape[1]},) or {tuple(shape)}",
-            tuple(adapted.shape),
-        )
-        return adapted.to(self.dtype)[..., None]
 
     def _new_rows(
         self, rotation: Rotation, visibility: Visibility, cache: Cache | None = None, counts: torch.Tensor | None = None
@@ -582,7 +560,8 @@ class Transformer(nn.Module):
                 return hidden
         added: torch.Tensor | None = None
         for index, layer in enumerate(islice(self.layers, first, end), first):
-            x, added = layer(x, added, partial(rows.attend_, layer=index), gate)
+            lora = None if rows.lora is None else partial(rows.lora.add, layer=index)
+            x, added = layer(x, added, partial(rows.attend_, layer=index), gate, lora)
         assert added is not None
         return x + added
 

@@ -248,7 +248,8 @@ def asked() -> bool:
 def run_layers(model: Any, x: Tensor, rows: NewRows, first: int, end: int) -> Tensor | None:
     """What layer `end` of a model gets if layer `first` gets `x`; None: they must run one by one."""
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
-    if cache is None or not isinstance(plan, TilePlan) or rotation.positions is None or not x.is_floating_point():
+    fits = rotation.positions is not None and x.is_floating_point() and rows.lora is None
+    if cache is None or not isinstance(plan, TilePlan) or not fits:
         return None
     if not fused.enabled(x) or not serves(x, cache, rotation):
         return None
@@ -316,5 +317,5 @@ def serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:
         return False
     if type(x) is not Tensor or x.device.type != "cpu" or rotation.query_scale is not None:
         return False
-    fits = type(cache.k) is type(cache.v) is Tensor
+    fits = type(cache.k) is type(cache.v) is Tensor and cache.adapters is None
     return fits and resolve("linear", "auto", x.device) == "native" and asked()

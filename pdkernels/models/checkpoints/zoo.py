@@ -200,7 +200,7 @@ def _load(
         for name in ("embedding", "head"):
             if name in state:
                 state[name] = _with_row(state[name], mask)
-    return _assemble(
+    model = _assemble(
         checkpoint.config,
         state,
         checkpoint.dtype,
@@ -210,6 +210,9 @@ def _load(
         checkpoint.mask_token,
         checkpoint.plan_tokens,
     )
+    if isinstance(model, Transformer):
+        model.layout = checkpoint.layout
+    return model
 
 
 def checked_request(

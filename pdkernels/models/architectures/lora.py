@@ -1,0 +1,106 @@
+"""Low-rank adapters of single sequences: what they add to the matrix products of a forward.
+
+Rows are sorted by their adapter, so that each pair of matrices is read once in a forward, however many rows use it. A
+row's sum has the same bits alone and in any batch, and rows without an adapter are not touched.
+
+Source: Chen et al., "Punica: Multi-Tenant LoRA Serving" (arXiv 2310.18547), section 4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pdkernels.models.architectures.fused import linear
+
+MATRICES = ("qkv", "output", "gate_up", "down")
+"""The matrices of a layer that a pair may be for."""
+Added: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
+"""From a product, its input ``(batch, rows, width)`` and the name of its matrix to the product with what is added."""
+
+
+class LoraPair(NamedTuple):
+    """``b @ a``, for the outputs of a matrix from `first` on."""
+
+    first: int
+    a: Tensor
+    """``(rank, width)``."""
+    b: Tensor
+    """``(outputs, rank)``, the scale included."""
+
+
+class LoraAdapter:
+    """The pairs of an adapter, by layer and matrix.
+
+    Attributes:
+        name: as requests name it.
+        layers: of each layer, the pairs of its matrices by `MATRICES`.
+    """
+
+    def __init__(self, name: str, layers: Sequence[dict[str, list[LoraPair]]]) -> None:
+        self.name, self.layers = name, list(layers)
+
+    def __repr__(self) -> str:
+        return f"LoraAdapter({self.name!r})"
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of its tensors and their places, the same in every program: rows of equal adapters are equal."""
+        found = hashlib.sha256()
+        for layer in self.layers:
+            for matrix, pairs in sorted(layer.items()):
+                for first, *halves in pairs:
+                    found.update(repr((matrix, first, [(half.dtype, half.shape) for half in halves])).encode())
+                    for half in halves:
+                        found.update(half.detach().cpu().contiguous().view(torch.uint8).numpy())
+            found.update(b"layer")
+        return found.hexdigest()
+
+    def apply_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replaces its tensors, as ``Module._apply`` does those of a module."""
+        self.__dict__.pop("digest", None)
+        for layer in self.layers:
+            for pairs in layer.values():
+                pairs[:] = [pair._replace(a=fn(pair.a), b=fn(pair.b)) for pair in pairs]
+
+
+class AdaptedRows(NamedTuple):
+    """The rows of a forward that have an adapter, sorted by it."""
+
+    groups: tuple[tuple[LoraAdapter, Tensor], ...]
+    """Each adapter with the int64 numbers of its rows, ascending, in the flat ``(batch * rows,)``."""
+
+    @classmethod
+    def of(
+        cls, adapters: Sequence[LoraAdapter | None] | None, rows: int, ends: Sequence[int] | None, device: torch.device
+    ) -> AdaptedRows | None:
+        """For sequences with these `adapters`, of `rows` rows each, or packed ones that end at `ends`; None: no row has
+        any."""
+        if adapters is None:
+            return None
+        places: dict[LoraAdapter, list[int]] = {}
+        for sequence, adapter in enumerate(adapters):
+            if adapter is not None:
+                begin = sequence * rows if ends is None else ends[sequence]
+                end = begin + rows if ends is None else ends[sequence + 1]
+                places.setdefault(adapter, []).extend(range(begin, end))
+        groups = ((adapter, numbers) for adapter, numbers in places.items() if numbers)
+        return cls(tuple((adapter, torch.tensor(numbers).to(device)) for adapter, numbers in groups))
+
+    def add(self, product: Tensor, x: Tensor, matrix: str, layer: int) -> Tensor:
+        """`product` with what the pairs of a layer's matrix add to it, in place."""
+        flat, inputs = product.view(-1, product.shape[-1]), x.flatten(0, -2)
+        for adapter, rows in self.groups:
+            pairs = adapter.layers[layer].get(matrix)
+            if pairs is None:
+                continue
+            own = inputs[rows]
+            for first, a, b in pairs:
+                outputs = slice(first, first + len(b))
+                flat[rows, outputs] = flat[rows, outputs] + linear(linear(own, a), b)
+        return product
