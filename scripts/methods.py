@@ -79,6 +79,7 @@ JSON = {
     "numbers by token": "object, from tokens to numbers",
     "tokens by place": "object, from places to tokens",
     "strings": "text, or a list of at most 16",
+    "name": "text",
 }
 """What a request has for a setting; numbers and integers are called so."""
 

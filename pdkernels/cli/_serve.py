@@ -18,6 +18,7 @@ from pdkernels.cli._settings import OF_REQUESTS, read_settings
 from pdkernels.cli._suggested import settings
 from pdkernels.cli._terminal import errors_reported, load, load_drafter, use_threads
 from pdkernels.engine import Engine
+from pdkernels.models import load_adapter
 
 KEY = "PDKERNELS_API_KEY"
 
@@ -69,6 +70,13 @@ def serve(
             help="A drafter that requests may name, a head for the model or a small model with its vocabulary; the first is the default. May be given several times.",
         ),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help="A PEFT LoRA adapter that requests may name, as the model or in the field `adapter`. May be given several times.",
+        ),
+    ] = None,
     device: flags.Device = "cpu",
     dtype: flags.Dtype = None,
     packed: flags.Packed = None,
@@ -89,16 +97,9 @@ def serve(
             decoding.find(method)
         for listener in listeners(host, port):  # what cannot work is said before a model is loaded
             listener.close()
-        labelled = [one.partition("=") for one in drafter or []]
-        for label, sign, path in labelled:
-            demand(bool(label and path), "serve", "--drafter", "be NAME=PATH", repr(f"{label}{sign}{path}"[:80]))
-        demand(
-            len({one[0] for one in labelled}) == len(labelled),
-            "serve",
-            "--drafter",
-            "name each drafter once",
-            "one twice",
-        )
+        labelled, adapters = _labelled("drafter", drafter), _labelled("adapter", adapter)
+        called = name or model
+        demand(called not in dict(adapters), "serve", "--adapter", "not have the model's name", repr(called))
         for origin in allow_origin or ():
             right = re.fullmatch(r"\*|null|[a-z][a-z\d+.-]*://[^/\s]+", origin) is not None
             demand(right, "serve", "--allow-origin", "be SCHEME://HOST[:PORT], without a path, or *", repr(origin[:80]))
@@ -106,10 +107,12 @@ def serve(
             right = re.fullmatch(r"\*|[^/\s]+", allowed) is not None
             demand(right, "serve", "--allow-host", "be HOST[:PORT] or *", repr(allowed[:80]))
         language_model: Any = load("serve", model, device, dtype, packed, cache_dtype)
-        heads = [load_drafter("serve", model, language_model, path, device, dtype) for _, _, path in labelled]
+        for label, path in adapters:
+            load_adapter(language_model, label, path)
+        heads = [load_drafter("serve", model, language_model, path, device, dtype) for _, path in labelled]
         if heads:
             language_model.drafters = dict(reversed(heads))  # the first one of a method is its default
-        drafters = {label: one for (label, _, _), (_, one) in zip(labelled, heads, strict=True)}
+        drafters = {label: one for (label, _), (_, one) in zip(labelled, heads, strict=True)}
         use_threads(threads, [language_model])
         sampling, options = read_settings("serve", {}, option, {}, OF_REQUESTS)
         if options.get("drafter") in drafters:
@@ -139,12 +142,22 @@ def serve(
             if key is None and not is_loopback(host):
                 warning = f"Anyone who reaches {host}:{port} can use the model. Set {KEY} to ask for a key."
                 console.print(Text(warning, "bold yellow"), soft_wrap=True)
-            called, limits = name or model, Limits(seconds=timeout, shutdown=shutdown_timeout)
+            limits = Limits(seconds=timeout, shutdown=shutdown_timeout)
             console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
             app_options: dict[str, Any] = {"sampling": settings(model), "limits": limits, "api_key": key}
             app_options |= {"origins": allow_origin or (), "hosts": allow_host or (), "drafters": drafters}
             app = create_app(engine, called, method=method, options=options, **app_options)
             run(app, host=host, port=port, limits=limits)
+
+
+def _labelled(kind: str, assignments: list[str] | None) -> list[tuple[str, str]]:
+    """Names and paths of what was given as NAME=PATH."""
+    labelled = [one.partition("=") for one in assignments or []]
+    for label, sign, path in labelled:
+        demand(bool(label and path), "serve", f"--{kind}", "be NAME=PATH", repr(f"{label}{sign}{path}"[:80]))
+    once = len({label for label, _, _ in labelled}) == len(labelled)
+    demand(once, "serve", f"--{kind}", f"name each {kind} once", "one twice")
+    return [(label, path) for label, _, path in labelled]
 
 
 def _canvas(method: str, engine: Engine) -> int:

@@ -26,7 +26,7 @@ ONE_TEXT = {"n": "it shows one text", "logprobs": "it shows the text alone"}
 OF_REQUESTS = dict.fromkeys(ONE_TEXT, "each request has its own")
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (generate, Engine.submit, generate_files)
 _ARGUMENTS = {name for function in _FUNCTIONS for name in inspect.signature(function).parameters}
-RESERVED = _ARGUMENTS - SETTINGS.keys() - {"overflow"} | {"max_new_tokens"}
+RESERVED = _ARGUMENTS - SETTINGS.keys() - {"overflow"} | {"max_new_tokens", "adapter"}
 """Arguments of these functions that a command sets itself."""
 
 _TYPES: dict[Kind, Any] = {"number": float, "integer": int, "integers": list[int], "strings": list[str]}

@@ -137,6 +137,7 @@ class Method:
         widths: values of `block_size` in an evaluation; None is the fastest.
         in_default_evaluation: whether an evaluation includes it by default.
         title: its name in pictures.
+        follows_adapters: whether texts may have adapters (`SamplingParams.adapter`).
         paper_settings: the options with which its paper reports it, and the sampling, for `generate`; empty if it has
             none. They were tuned on GPUs, for models of billions of parameters, so some defaults are others
             (docs/decoding.md).
@@ -154,6 +155,7 @@ class Method:
     widths: tuple[int | None, ...] = ()
     in_default_evaluation: bool = True
     title: str = ""
+    follows_adapters: bool = True
     paper_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -199,6 +201,8 @@ class Method:
 
     def refusal(self, setting: str, value: Any) -> str:
         """Why it does not follow a setting of `SamplingParams` with this value; empty if it does."""
+        if setting == "adapter" and not self.follows_adapters:
+            return "it runs the parts of the model's layers by itself"
         if self.writes_in_parallel and (setting == "logits_processor" or _has_longer(setting, value)):
             return "it writes tokens in parallel, so a row has no prefix that is final"
         if self.wing == "planned" and setting in ("min_new_tokens", "forced_tokens", "begin_suppress_tokens"):

@@ -23,6 +23,7 @@ One = DecodeResult[Tensor, str]
 Many = DecodeResult[list[Tensor], list[str]]
 
 class Request(TypedDict, total=False):
+    adapter: str | Sequence[str | None] | None
     temperature: float
     top_k: int | None
     top_p: float | None

@@ -116,6 +116,6 @@ __all__ = [
     "to_hf_state_dict",
     "to_huginn_config",
     "to_huginn_state_dict",
-    "unload_adapter",
     "to_llada_state_dict",
+    "unload_adapter",
 ]

@@ -178,16 +178,18 @@ def create_app(
     add_messages(app, service)
     add_tokenizer(app, front)
 
+    def described(model: str) -> dict[str, Any]:
+        entry = {"id": model, "object": "model", "created": started, "owned_by": "pdkernels"}
+        return entry if model == name else {**entry, "parent": name}
+
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> dict[str, Any]:
-        entry = {"id": name, "object": "model", "created": started, "owned_by": "pdkernels"}
-        return {"object": "list", "data": [entry]}
+        return {"object": "list", "data": [described(model) for model in (name, *front.adapters)]}
 
     @app.api_route("/v1/models/{wanted:path}", methods=["GET", "HEAD"])
     async def one(wanted: str) -> dict[str, Any]:
-        if wanted != name:
-            raise front.unknown(wanted)
-        return {"id": name, "object": "model", "created": started, "owned_by": "pdkernels"}
+        front.check_model(wanted)
+        return described(wanted)
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

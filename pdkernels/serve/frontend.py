@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from pdkernels._validation import refuse
 from pdkernels.decoding import Grammar, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.generation.params import SamplingParams
@@ -50,6 +51,19 @@ class Frontend:
     def __init__(self, engine: Engine, name: str, method: str, settings: MethodSettings, max_choices: int) -> None:
         self.engine, self.name, self.method = engine, name, method
         self.settings, self._max_choices = settings, max_choices
+        refuse(name in self.adapters, "serve", f"the model and an adapter are both called {name!r}")
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the model's adapters, which requests may name in its place."""
+        return list(getattr(self.engine.model, "adapters", ()))
+
+    def check_model(self, model: str) -> None:
+        """Refuses a name that is neither the model's nor that of an adapter."""
+        if model != self.name and model not in self.adapters:
+            names = " and ".join(map(repr, (self.name, *self.adapters)))
+            fault = f"the model {shown(model)} is not served here; {names} {'are' if self.adapters else 'is'}"
+            raise Refused(fault, 404, "model", "model_not_found")
 
     def prepare(self, grammar: Grammar) -> int:
         """Makes a grammar's automaton over the tokens, as requests will ask for it; returns the bytes of its automata,
@@ -120,8 +134,16 @@ class Frontend:
         return Draft("text", prompts, body.max_tokens, asked_grammar(body), echo=body.echo)
 
     def _check_model(self, body: Settings) -> None:
+        """Checks the names of a request; an adapter that it calls the model becomes its adapter."""
+        self.check_model(body.model)
+        if body.adapter is not None and body.adapter not in self.adapters:
+            names = " and ".join(map(repr, self.adapters)) or "none"
+            fault = f"the adapter {shown(body.adapter)} is not served here, {names} can be named"
+            raise Refused(fault, 404, "adapter", "model_not_found")
         if body.model != self.name:
-            raise self.unknown(body.model)
+            if body.adapter not in (None, body.model):
+                raise Refused("model and adapter name two adapters", 400, "adapter")
+            body.adapter = body.model
 
     def submit(self, body: Settings, draft: Draft, grammar: Grammar | None) -> Answer:
         """Submits a request that has been read, with the grammar that it asks for."""
@@ -167,7 +189,7 @@ class Frontend:
             for choice in choices:
                 choice.cancel()
             raise
-        return Answer(kind, self.name, choices, len(prompts), getattr(body, "include_reasoning", True))
+        return Answer(kind, body.model, choices, len(prompts), getattr(body, "include_reasoning", True))
 
     def _truncated(self, ids: list[int], most: int | None) -> list[int]:
         if most is None:
@@ -216,11 +238,6 @@ class Frontend:
         first_params = params.replace(max_new_tokens=min(limit, budget + opening))
         reading_options |= {"closing": form.closing + form.answer, "go_on": go_on if limit > budget + opening else None}
         return Choice(run(ids, params=first_params, timeout=body.timeout), tokenizer, stops, **reading_options)
-
-    def unknown(self, model: str) -> Refused:
-        """Says which model is served here."""
-        fault = f"the model {shown(model)} is not served here; {self.name!r} is"
-        return Refused(fault, 404, "model", "model_not_found")
 
     def limit(self, kind: str, prompt: int, most: int | None, asked: str = "max_tokens") -> int:
         """New tokens of an answer to so many: `most`, for which the request has the field `asked`, or what there is

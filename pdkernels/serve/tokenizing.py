@@ -61,8 +61,8 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
     """Adds the routes of the tokenizer to an application."""
 
     def tokenizer_for(model: str | None) -> Any:
-        if model is not None and model != front.name:
-            raise front.unknown(model)
+        if model is not None:
+            front.check_model(model)
         if (tokenizer := front.engine.model.tokenizer) is None:
             raise Refused("this model has no tokenizer", 400, "model")
         return tokenizer

@@ -13,6 +13,7 @@ import pdkernels as pd
 from pdkernels.decoding import find, generate
 from pdkernels.generation.params import DEFAULTS, SETTINGS, SamplingParams
 from tests.harness.settings import EXAMPLES, beside
+from tests.support.lora import random_adapter
 
 PROMPT = "import os"
 DOORS = ("generate", "stream", "engine", "chat", "completions", "transformers", "lm_eval")
@@ -21,6 +22,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("engine", "n"): "a request has one answer",
     **{(door, name): CODE for door in ("chat", "completions") for name in ("logits_processor", "stopping_criteria")},
     **{(door, "grammar"): "regex, choice and response_format ask for one" for door in ("chat", "completions")},
+    ("transformers", "adapter"): "must be None for this model",
     ("transformers", "stop_strings"): "transformers drops the tokenizer that they need",
     **{("lm_eval", name): "The harness takes one text of a request" for name in ("n", "logprobs")},
 }
@@ -38,11 +40,12 @@ OWN = {
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("fastapi")
     from tests.serve.test_server import Chatting
 
     made = pd.models.load("tiny-code")
+    pd.models.load_adapter(made, "style", random_adapter(made, tmp_path_factory.mktemp("style"), 4, 0))
     made.tokenizer = Chatting(made.tokenizer)
     return made
 

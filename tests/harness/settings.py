@@ -21,6 +21,7 @@ def long_enough(ids: torch.Tensor, logits: None) -> bool:
 
 
 EXAMPLES: dict[str, Any] = {
+    "adapter": "style",
     "temperature": 0.75,
     "top_k": 5,
     "top_p": 0.875,
@@ -47,7 +48,7 @@ EXAMPLES: dict[str, Any] = {
     "n": 2,
     "logprobs": 2,
 }
-"""Token ids are those of texts in the byte vocabularies of the package's models."""
+"""An adapter of this name must be loaded (`tests/support/lora.py`). Token ids are those of texts in the byte vocabularies of the package's models."""
 
 
 def beside(name: str) -> dict[str, Any]:

@@ -100,9 +100,6 @@ def checked_name(op: str, argument: str, model: Any, name: str) -> LoraAdapter:
 def _layers(read: Adapter, layout: Layout, model: Transformer) -> list[dict[str, list[LoraPair]]]:
     """The pairs of each layer, by the names of our matrices."""
     label = f"adapter {read.name}"
-    if read.whole:
-        expectation = "hold pairs alone"
-        raise NotImplementedError(message(_OP, label, expectation, f"also {some(sorted(read.whole))}", _MERGE))
     layers: list[dict[str, list[LoraPair]]] = [{} for _ in range(layout.layers)]
     unused = dict(read.pairs)
     for parameter, sources in layout.parts():
@@ -114,9 +111,9 @@ def _layers(read: Adapter, layout: Layout, model: Transformer) -> list[dict[str,
                 assert match is not None
                 layers[int(match[1])].setdefault(match[2], []).append(pair)
             first += shape[0]
-    if unused:
-        expectation = "change the matrices of attention and of dense MLPs alone"
-        raise NotImplementedError(message(_OP, label, expectation, f"also {some(sorted(unused))}", _MERGE))
+    if others := sorted({*unused, *read.whole}):
+        expectation = "hold pairs for the matrices of attention and of dense MLPs alone"
+        raise NotImplementedError(message(_OP, label, expectation, f"also {some(others)}", _MERGE))
     return layers
 
 
@@ -128,4 +125,5 @@ def _pair(pair: Pair, first: int, label: str, model: Transformer) -> LoraPair:
     # The CPU's product takes 16 bits under float32, which hold the scale too if it is a power of two.
     if dtype == torch.float32 and model.device.type == "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         dtype = a.dtype if torch.equal(b.to(a.dtype).double(), b) else dtype
-    return LoraPair(first, *(half.to(model.device, dtype).contiguous() for half in (a, b)))
+    # Copies: the file may be written again while requests run.
+    return LoraPair(first, *(half.to(model.device, dtype, copy=True).contiguous() for half in (a, b)))

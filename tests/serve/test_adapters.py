@@ -1,0 +1,134 @@
+"""Adapters over HTTP: named as the model or in a field, listed, unknown ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pdkernels as pd
+from pdkernels.decoding import generate
+from tests.support.lora import random_adapter
+
+pytest.importorskip("fastapi")
+from tests.serve.clients import Chatting
+from tests.serve.test_http_options import CODE, client_with
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer)
+    for seed, name in enumerate(("poems", "org/laws")):
+        pd.models.load_adapter(
+            model, name, random_adapter(model, tmp_path_factory.mktemp("adapter"), 8, seed, size=0.2)
+        )
+    with client_with(model) as made:
+        made.served = model
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter"),
+    [
+        ({}, None),
+        ({"model": "poems"}, "poems"),
+        ({"adapter": "org/laws"}, "org/laws"),
+        ({"model": "org/laws", "adapter": "org/laws", "method": "jacobi"}, "org/laws"),
+    ],
+)
+def test_named_in_a_request(client: Any, fields: dict[str, Any], adapter: str | None) -> None:
+    answer = client.post("/v1/completions", json=CODE | fields)
+    assert answer.status_code == 200 and answer.json()["model"] == fields.get("model", "tiny")
+    expected = generate(client.served, CODE["prompt"], adapter=adapter, max_new_tokens=8)
+    assert answer.json()["choices"][0]["text"] == expected.text
+    plain = generate(client.served, CODE["prompt"], max_new_tokens=8)
+    assert (expected.text == plain.text) == (adapter is None)
+
+
+def test_chats_and_other_routes(client: Any) -> None:
+    messages = [{"role": "user", "content": "import os"}]
+    limits = {"max_tokens": 8, "temperature": 0}
+    texts = [
+        client.post("/v1/chat/completions", json={"model": name, "messages": messages, **limits}).json()
+        for name in ("tiny", "poems")
+    ]
+    first, second = (answer["choices"][0]["message"]["content"] for answer in texts)
+    assert first != second
+    answer = client.post("/v1/messages", json={"model": "poems", "messages": messages, **limits}).json()
+    assert answer["model"] == "poems" and answer["content"][0]["text"] == second
+    body = {"model": "poems", "input": "import os", "max_output_tokens": 8, "temperature": 0}
+    answer = client.post("/v1/responses", json=body).json()
+    assert answer["output"][0]["content"][0]["text"] == second
+    assert client.post("/v1/tokenize", json={"model": "poems", "prompt": "a"}).json()["tokens"] == [97]
+
+
+def test_listed(client: Any) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [(one["id"], one.get("parent")) for one in listed] == [
+        ("tiny", None),
+        ("poems", "tiny"),
+        ("org/laws", "tiny"),
+    ]
+    assert client.get("/v1/models/org/laws").json() == listed[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "parameter", "words"),
+    [
+        (
+            {"model": "prose"},
+            404,
+            "model",
+            "the model 'prose' is not served here; 'tiny' and 'poems' and 'org/laws' are",
+        ),
+        ({"adapter": "prose"}, 404, "adapter", "'prose' is not served here, 'poems' and 'org/laws' can be named"),
+        ({"adapter": "/etc"}, 404, "adapter", "'/etc' is not served here"),
+        ({"adapter": ["poems"]}, 400, "adapter", "must be a text"),
+        ({"adapter": ""}, 400, "adapter", "at least 1 character"),
+        ({"model": "poems", "adapter": "org/laws"}, 400, "adapter", "model and adapter name two adapters"),
+    ],
+)
+def test_unknown_ones(client: Any, fields: dict[str, Any], status: int, parameter: str, words: str) -> None:
+    answer = client.post("/v1/completions", json=CODE | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, parameter) and words in error["message"]
+    assert error["code"] == ("model_not_found" if status == 404 else None)
+
+
+def test_unloaded_while_it_is_served(client: Any, tmp_path: Path) -> None:
+    engine = client.app.state.engine
+    engine.load_adapter("brief", random_adapter(client.served, tmp_path / "brief", 4, 9))
+    assert client.post("/v1/completions", json=CODE | {"model": "brief"}).status_code == 200
+    engine.unload_adapter("brief")
+    assert client.post("/v1/completions", json=CODE | {"model": "brief"}).status_code == 404
+    assert client.get("/v1/models/brief").status_code == 404
+
+
+def test_a_model_is_not_called_like_an_adapter(client: Any) -> None:
+    from pdkernels.serve import create_app
+
+    with pytest.raises(ValueError, match="the model and an adapter are both called 'poems'"):
+        create_app(client.app.state.engine, "poems")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--adapter", "poems"], "--adapter must be NAME=PATH, got 'poems'"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter must name each adapter once"),
+        (["--adapter", "tiny-code=x"], "--adapter must not have the model's name"),
+        (["--adapter", "a=./gone"], "adapter must be a folder that exists"),
+        (["--option", "adapter=a"], "adapter"),
+    ],
+)
+def test_the_command(arguments: list[str], words: str) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from pdkernels.cli import app
+
+    result = CliRunner().invoke(app, ["serve", "--model", "tiny-code", "--port", "18237", *arguments])
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
