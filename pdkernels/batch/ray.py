@@ -279,8 +279,9 @@ def generate_files(
     own_seed = recorded.pop("seed", 0)
     seed = integer(OP, "seed", seed or own_seed, 0)
     params = take_params("decoding.generate", params, options)
-    for name in REFUSED.keys() & params.asked.keys():
-        raise NotImplementedError(sentence(OP, f"files of texts do not follow {name}: {REFUSED[name]}"))
+    refused = {**REFUSED, "adapter": "their own adapter= is the folder of one"}
+    for name in refused.keys() & params.asked.keys():
+        raise NotImplementedError(sentence(OP, f"files of texts do not follow {name}: {refused[name]}"))
     check_type(isinstance(model, (str, os.PathLike)), OP, "model", "be a name or a path", type(model).__name__)
     check_choice(OP, "on_error", on_error, get_args(OnError))
     if method is not None:

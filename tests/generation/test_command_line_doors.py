@@ -21,7 +21,7 @@ from tests.harness.settings import EXAMPLES
 
 COMMANDS = ("generate", "chat", "batch")
 OBJECTS = ("functions", "grammar")
-TYPED = [name for name, setting in SETTINGS.items() if setting.kind not in OBJECTS]
+TYPED = [name for name, setting in SETTINGS.items() if setting.kind not in (*OBJECTS, "name")]
 
 
 class Chatty(ByteTokenizer):
@@ -93,10 +93,20 @@ def test_a_setting_arrives_or_is_refused_by_name(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_objects_cannot_be_typed(command: str, arrived: list[SamplingParams], tmp_path: Path) -> None:
-    for name in SETTINGS.keys() - set(TYPED):
+    for name, setting in SETTINGS.items():
+        if setting.kind not in OBJECTS:
+            continue
         result = run(command, tmp_path, "--option", f"{name}=x")
         words = f"pdkernels.{command}: --option {name}= needs an object of Python, which cannot be typed."
         assert result.exit_code == 2 and result.stderr == f"error: {words}\n" and not arrived
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_loaded_adapter_cannot_be_named(command: str, arrived: list[SamplingParams], tmp_path: Path) -> None:
+    """These commands load none."""
+    result = run(command, tmp_path, "--option", "adapter=style")
+    words = f"error: pdkernels.{command}: --option adapter= is not an option of a method."
+    assert result.exit_code == 2 and result.stderr.startswith(words) and not arrived
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
