@@ -5,5 +5,6 @@ from pdkernels.cache.hybrid import HybridCache, StateShape
 from pdkernels.cache.paged import PagedKVCache
 from pdkernels.cache.pool import PagePool
 from pdkernels.cache.protocol import Cache
+from pdkernels.cache.windowed import WindowedCache
 
-__all__ = ["Cache", "ContiguousKVCache", "HybridCache", "PagePool", "PagedKVCache", "StateShape"]
+__all__ = ["Cache", "ContiguousKVCache", "HybridCache", "PagePool", "PagedKVCache", "StateShape", "WindowedCache"]

@@ -57,6 +57,10 @@ class KVCacheBase:
     def dtype(self) -> torch.dtype:
         return self.k.dtype
 
+    def table(self, layer: int) -> Tensor | None:
+        """The page table of a layer; None: it has no pages."""
+        return self.block_table
+
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
         """Writes the draft rows of one layer after the committed ones; see `pdkernels.kv_append_`.
 

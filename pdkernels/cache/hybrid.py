@@ -133,6 +133,10 @@ class HybridCache:
             return getattr(self.kv, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def table(self, layer: int) -> Tensor | None:
+        """The page table of a layer with attention, as that of the KV cache."""
+        return self.kv.table(layer)
+
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
         """Appends to the KV cache; `layer` counts those with attention."""
         self.kv.append_(layer, k_new, v_new, counts)

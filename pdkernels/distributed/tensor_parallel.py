@@ -130,11 +130,12 @@ class ParallelTransformer(Transformer):
         page_size: int = 16,
         dtype: torch.dtype | None = None,
         pool: PagePool | None = None,
+        drafts: int | None = None,
     ) -> Cache:
         pages = page_size * (kind == "paged") if pool is None else pool.num_pages * pool.page_size
         quantized = (dtype or self.cache_dtype) == torch.int8
         self.ranks.agree("Transformer.new_cache", self.device, batch, capacity, pages, int(quantized))
-        return super().new_cache(batch, capacity, kind=kind, page_size=page_size, dtype=dtype, pool=pool)
+        return super().new_cache(batch, capacity, kind=kind, page_size=page_size, dtype=dtype, pool=pool, drafts=drafts)
 
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
         """Gathers keys or values ``(..., own KV heads, head_dim)`` of all ranks, in order."""

@@ -35,6 +35,10 @@ class CacheRows:
         table = cache.block_table
         self.block_table: Tensor = index[:, None] if table is None else table.index_select(0, index)
 
+    def table(self, layer: int) -> Tensor:
+        """Like `table` of the whole cache."""
+        return self.block_table
+
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
         """Like `append_` of the whole cache."""
         rows = self.k[layer], self.v[layer], *stored(self.dtype, k_new, v_new), self.lengths

@@ -111,6 +111,7 @@ class Session:
         self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
         self.likely: WrittenLogProbs | None = None
         self.adapters: list[Any] | None = None  # of each sequence, None for the model alone
+        self.sheds = False  # whether paged layers with a window may keep only what rows to come can see
         self.pool: PagePool | None = None  # where the cache of a running batch takes its pages from
         self.grammar: Any = None  # a GrammarRows (decoding/grammar_rows.py), or None
         self.stops = Stops()
@@ -148,13 +149,15 @@ class Session:
         """A cache with room for every prompt, all its new tokens and `extra` more, `copies` times; paged if `page_size`
         is given.
 
-        Up to `drafts` rows of a forward may be rejected, which matters to recurrent states. The `options` are the
-        model's own.
+        Up to `drafts` rows of a forward may be rejected, which matters to recurrent states and windows. The `options`
+        are the model's own.
         """
         batch, length = copies * self.batch, self.max_new_tokens + extra
         paged: dict[str, Any] = {} if page_size is None else {"kind": "paged", "page_size": page_size}
         if self.pool is not None:
             paged = {"pool": self.pool}
+        elif drafts and paged and self.sheds:
+            paged["drafts"] = drafts
         cache = self.model.new_cache(batch, self.longest + length, **paged, **options)
         if page_size is not None and self.pool is None:
             # All pages at once, so that the loop never needs the host-side allocator.

@@ -36,7 +36,7 @@ from pdkernels.integrations.transformers._states import exchange_, other_scans, 
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Hybrid, RecurrentDepth, Transformer
-from pdkernels.models.architectures.caches import new_cache
+from pdkernels.models.architectures.caches import check_keeps_rows, expect_, new_cache
 from pdkernels.models.architectures.recompute import nothing_new
 from pdkernels.models.architectures.states import States
 from pdkernels.models.architectures.taps import Tapped, checked_taps
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
             return block_sparse_attention(q, k, v, plan, scale=scale, sinks=sinks)
         starts = None if window is None else self.starts[window]
         place = self.places.get(layer, layer)
-        k_cache, v_cache, table = cache.k[place], cache.v[place], cache.block_table
+        k_cache, v_cache, table = cache.k[place], cache.v[place], cache.table(place)
         if self.visible is None:
             return speculative_attention_append_(
                 q,
@@ -194,11 +194,22 @@ class WrappedModel:
         return device
 
     def new_cache(
-        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        kind: Literal["contiguous", "paged"] = "contiguous",
+        page_size: int = 16,
+        drafts: int | None = None,
     ) -> Cache:
-        """As `Transformer.new_cache`; a `pdkernels.cache.HybridCache` for a model with recurrent layers."""
-        cache = new_cache(self, batch, capacity, kind, page_size, len(self.config.attends) or None)
-        return cache if self.config.states is None else HybridCache(cache, self.config.states)
+        """As `Transformer.new_cache`; a `pdkernels.cache.HybridCache` for a model with recurrent layers, which keeps
+        all rows."""
+        config = self.config
+        slots = len(config.attends) or None
+        if config.states is not None:
+            return HybridCache(new_cache(self, batch, capacity, kind, page_size, slots), config.states)
+        windows = [config.windows.get(layer) for layer in config.attends or range(config.layers)]
+        return new_cache(self, batch, capacity, kind, page_size, slots, windows=windows, drafts=drafts)
 
     @torch.no_grad()
     def hidden(
@@ -270,6 +281,7 @@ class WrappedModel:
             scans = States(hybrid_cache, len(tokens), rows, tokens.device, counts, mask)
         windows = self.config.windows
         seen = Rows(mask, cache, counts, places=self._places, windows=windows)
+        expect_(cache, rows, counts)
         if windows and cache is None:
             plan = partial(windowed_plan, rows=rows, device=tokens.device, mask=mask, positions=positions)
             seen = seen._replace(plans={window: plan(window) for window in set(windows.values())})
@@ -293,6 +305,7 @@ class WrappedModel:
         if self.config.states is not None:
             expectation = "have rows that can be computed anew, without the ones before them"
             raise NotImplementedError(message("recompute", "model", expectation, "one with recurrent states"))
+        check_keeps_rows("WrappedModel.recompute", cache)
         rows = tokens.shape[1]
         order = torch.arange(rows, device=tokens.device)
         slots = order.expand(tokens.shape) if slots is None else slots

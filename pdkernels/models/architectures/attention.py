@@ -22,6 +22,7 @@ from pdkernels.cache import Cache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
+from pdkernels.models.architectures.caches import expect_
 from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.models.architectures.windows import Window, Windows, first_seen, hide, windowed_plan
@@ -104,6 +105,7 @@ def cached_visibility(
 
     `lengths` is the host's copy of the cache's lengths, which exists on a CPU.
     """
+    expect_(cache, rows, counts)
     if cache.dtype == torch.int8 and isinstance(mask, torch.Tensor):
         fail("Transformer", "mask", "be a TilePlan on an 8-bit cache", "a bool tensor", "Call mask.plan().")
     plan = plan_of(cache, rows, mask)
@@ -274,7 +276,7 @@ def attend_cached(
             visibility.mask,
             counts=counts,
             starts=starts,
-            block_table=cache.block_table,
+            block_table=cache.table(layer),
             sinks=sinks,
         )
     cache.append_(layer, k, v, counts)
@@ -293,7 +295,7 @@ def attend_stored(
 ) -> torch.Tensor:
     """Attention of new tokens whose K and V, in the form of the cache, are already stored after the prefix."""
     if isinstance(visibility.mask, TilePlan):
-        plan, table = visibility.mask, cache.block_table
+        plan, table = visibility.mask, cache.table(layer)
         k_cache, v_cache = cache.k[layer], cache.v[layer]
         return speculative_attention(
             q, k, v, k_cache, v_cache, cache.lengths, plan, starts=starts, block_table=table, sinks=sinks

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from pdkernels._validation import KERNEL_DTYPES, check, check_type, sentence
-from pdkernels.cache import ContiguousKVCache, PagedKVCache, PagePool
+from pdkernels._validation import KERNEL_DTYPES, check, check_type, integer, sentence
+from pdkernels.cache import ContiguousKVCache, PagedKVCache, PagePool, WindowedCache
 from pdkernels.cache.stored import row_width
+from pdkernels.cache.windowed import turns
+from pdkernels.models.architectures.windows import Window
 
 
 def new_pool(model: Any, num_pages: int, page_size: int, slots: int | None = None) -> PagePool:
@@ -28,11 +32,14 @@ def new_cache(
     slots: int | None = None,
     dtype: torch.dtype | None = None,
     pool: PagePool | None = None,
-) -> ContiguousKVCache | PagedKVCache:
+    windows: Sequence[Window | None] = (),
+    drafts: int | None = None,
+) -> ContiguousKVCache | PagedKVCache | WindowedCache:
     """For `batch` sequences of up to `capacity` tokens, one slot per layer or `slots`, on the model's device.
 
     `dtype` is the model's or int8; None: that of the model's `cache_dtype`, if it has one, else its own. With a `pool`,
-    the cache is on its pages, and has its dtype.
+    the cache is on its pages, and has its dtype. With `drafts`, layers of a paged cache that have `windows` keep no
+    more rows than they need (`WindowedCache`), where that is fewer.
     """
     op, config = f"{type(model).__name__}.new_cache", model.config
     layers = config.layers if slots is None else slots
@@ -46,7 +53,11 @@ def new_cache(
             layers, batch, capacity, config.kv_heads, config.head_dim, dtype=dtype, device=model.device
         )
     check(page_size >= 1, op, "page_size", "be at least 1", page_size)
-    pages = -(-capacity // page_size)
+    pages, drafts = -(-capacity // page_size), None if drafts is None else max(1, integer(op, "drafts", drafts, 0))
+    sizes = [] if drafts is None else _shorter(windows, drafts, page_size, pages)
+    if drafts is not None and any(sizes):
+        heads, where = (config.kv_heads, config.head_dim), {"dtype": dtype, "device": model.device}
+        return WindowedCache(sizes, batch, capacity, page_size, *heads, drafts=drafts, **where)
     return PagedKVCache(
         layers,
         batch,
@@ -58,6 +69,25 @@ def new_cache(
         dtype=dtype,
         device=model.device,
     )
+
+
+def _shorter(windows: Sequence[Window | None], drafts: int, page_size: int, pages: int) -> list[int | None]:
+    """The windows of layers for which fewer than `pages` of a text are enough."""
+    sizes = (None if window is None else window.size for window in windows)
+    return [size if size is not None and turns(size, drafts, page_size) < pages else None for size in sizes]
+
+
+def expect_(cache: Any, rows: int, counts: Tensor | None) -> None:
+    """Prepares a cache for a forward over `rows` rows, of which `counts` ``(batch,)`` are stored; None: all."""
+    if isinstance(cache, WindowedCache):
+        cache.expect_(rows, counts)
+
+
+def check_keeps_rows(op: str, cache: Any) -> None:
+    """Refuses a cache some of whose layers have the last rows of a text alone."""
+    if isinstance(cache, WindowedCache):
+        fault = "layers with windows have only the last rows of a text in this cache"
+        raise NotImplementedError(sentence(op, fault, "Make it with new_cache(drafts=None)."))
 
 
 def check_dtype(op: str, argument: str, model: Any, dtype: torch.dtype) -> None:

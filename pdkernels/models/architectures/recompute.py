@@ -18,6 +18,7 @@ from pdkernels.cache import Cache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.architectures.attention import Visibility, attend
+from pdkernels.models.architectures.caches import check_keeps_rows
 from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.models.architectures.windows import Window, Windows, hide
@@ -130,6 +131,7 @@ def recomputed_rows(
     windows: Windows = (),
 ) -> RecomputedRows:
     """Makes the `RecomputedRows` for rows of this `shape` `(batch, rows)`; see `Transformer.recompute`."""
+    check_keeps_rows(_OP, cache)
     batch, rows = shape
     check(cache.batch == batch, _OP, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
     device = cache.lengths.device

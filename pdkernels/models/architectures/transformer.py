@@ -161,14 +161,18 @@ class Transformer(nn.Module):
         page_size: int = 16,
         dtype: torch.dtype | None = None,
         pool: PagePool | None = None,
+        drafts: int | None = None,
     ) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, on the model's device.
 
         A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. `dtype` is that of the model,
         or torch.int8 for rows of 8 bits, which take about half the memory of 16 bits; None: `cache_dtype`. With a
         `pool`, of `new_pool`, its pages come from there.
+
+        `drafts`: rows of a forward that may be rejected. Layers with windows then keep only what rows to come can see
+        (`pdkernels.cache.WindowedCache`), where the cache is paged, without a pool. None: they keep all rows.
         """
-        return new_cache(self, batch, capacity, kind, page_size, dtype=dtype, pool=pool)
+        return new_cache(self, batch, capacity, kind, page_size, None, dtype, pool, self.config.windows, drafts)
 
     def new_pool(self, num_pages: int, page_size: int) -> PagePool:
         """Pages that several caches of this model share (`new_cache`)."""
@@ -460,13 +464,8 @@ class Transformer(nn.Module):
         Raises:
             ValueError: wrong shapes, or not one pair per layer.
         """
-        check(
-            len(pairs) == len(self.layers),
-            "Transformer.attach_adapter_",
-            "pairs",
-            f"be one pair for each of {len(self.layers)} layers",
-            len(pairs),
-        )
+        expectation = f"be one pair for each of {len(self.layers)} layers"
+        check(len(pairs) == len(self.layers), "Transformer.attach_adapter_", "pairs", expectation, len(pairs))
         for layer, (a, b) in zip(self.layers, pairs, strict=True):
             layer.attach_adapter_(a, b * scale)
 

@@ -1,0 +1,343 @@
+"""Keys and values of a model whose layers have windows, in memory that does not grow with the text where they have one.
+
+A layer with a window has a few pages for each sequence, which take turns: position ``p`` lives in page
+``p // page_size % pages``. Its page table names them over and over, never changes, and places of the text keep their
+numbers. So attention reads blocks of the same positions as from a cache that keeps all rows, and a row has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, integer, sentence
+from pdkernels.cache.contiguous import KVCacheBase
+from pdkernels.cache.paged import PagedKVCache
+from pdkernels.cache.stored import stored
+from pdkernels.ops.kv_cache import kv_append_, kv_commit_
+
+BLOCK = 128
+"""Attention reads keys in blocks of so many at most, whose first ones may lie before a window: they stay what they were,
+since a hidden key adds nothing only as long as its numbers are finite."""
+
+
+def turns(window: int, drafts: int, page_size: int) -> int:
+    """How many pages of a sequence take turns in a layer with a window.
+
+    Rows up to `drafts` after the longest text may be written while a text that is `drafts` shorter still sees its
+    window, from the beginning of a block on.
+
+    >>> turns(window=512, drafts=16, page_size=16)
+    43
+    """
+    return -(-(window - 1 + 2 * drafts + BLOCK - 1) // page_size) + 1
+
+
+class TurningPages(KVCacheBase):
+    """The layers with one window: part of a `WindowedCache`, whose `lengths` it has.
+
+    `block_table` ``(batch, width)`` is that of the next forward; page ``batch * pages`` is for rows that nobody reads.
+    """
+
+    block_table: Tensor
+
+    def __init__(
+        self, layers: int, lengths: Tensor, width: int, window: int, drafts: int, like: dict[str, Any]
+    ) -> None:
+        """`width`: pages of the longest text. `like`: page_size, kv_heads, head_dim, dtype and device."""
+        self.window, self.drafts, self.page_size = window, drafts, like["page_size"]
+        self.capacity = width * self.page_size
+        self.pages = min(turns(window, drafts, self.page_size), width)
+        """Of each sequence."""
+        batch = len(lengths)
+        sizes = like["page_size"], like["kv_heads"], like["head_dim"], like["dtype"], like["device"]
+        self._allocate(layers, batch, batch * self.pages + 1, *sizes)
+        self.lengths = lengths
+        page = torch.arange(width, device=self.device)
+        first = torch.arange(batch, device=self.device)[:, None] * self.pages
+        self._page, self._table = page, (first + page % self.pages).to(torch.int32)
+        self.block_table = self._table
+
+    def expect_(self, counts: Tensor | None) -> None:
+        """Where the next forward stores its rows: all in the pages that take turns; or of sequences with `counts`
+        ``(batch,)`` above `drafts`, which are empty, the last rows alone."""
+        self.block_table = self._table
+        if counts is not None:
+            first = self.lengths + counts - (self.window - 1 + self.drafts)
+            unseen = ((self._page + 1) * self.page_size <= first[:, None]) & (counts > self.drafts)[:, None]
+            self.block_table = self._table.masked_fill(unseen, self.batch * self.pages)
+
+    def take_(self, other: TurningPages) -> None:
+        """Copies what another one has of the same sequences and layers."""
+        kept = other.pages * other.page_size
+        at = (self.lengths[:, None] - kept + torch.arange(kept, device=self.device)).clamp(min=0)
+        (pages, slots), (from_pages, from_slots) = (
+            (each._table.gather(1, at // each.page_size).long(), at % each.page_size) for each in (self, other)
+        )
+        for target, source in ((self.k, other.k), (self.v, other.v)):
+            target[:, pages, slots] = source[:, from_pages, from_slots]
+
+
+class WindowedCache:
+    """A paged cache of a model some of whose layers have windows: these keep only what rows to come can see.
+
+    It is used as a `PagedKVCache`, whose pages the other layers have. Of a sequence, layers with a window keep the
+    last rows: the window, twice `drafts` rows and a block of attention (`turns`). `trim_` goes back by `drafts` rows at
+    most, or to 0. A forward over more rows than that makes room for more, unless it is the first of its text; of such a
+    one all but the last `drafts` rows have to be committed.
+
+    Args:
+        windows: of each layer, how many rows it sees; None: all of them.
+        batch, capacity, page_size, kv_heads, head_dim, dtype, device: as in `PagedKVCache`; `capacity` in tokens.
+        drafts: rows of a forward that can be rejected.
+
+    Raises:
+        ValueError: a size below 1, or more memory than there is.
+        TypeError: a size that is not an int.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.cache import WindowedCache
+        >>> cache = WindowedCache([4, None], batch=1, capacity=1000, page_size=8, kv_heads=1, head_dim=16, drafts=4)
+        >>> cache.reserve_([1000]); cache.table(0)[0, :20].tolist(), cache.table(1)[0, :4].tolist()
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 0], [0, 1, 2, 3])
+        >>> [len(cache.k[layer]) for layer in (0, 1)]
+        [20, 125]
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        batch: int,
+        capacity: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        drafts: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        op = "cache.WindowedCache"
+        self.layers, self.batch = integer(op, "windows", len(windows), 1), integer(op, "batch", batch, 1)
+        self.page_size, self.drafts = integer(op, "page_size", page_size, 1), integer(op, "drafts", drafts, 1)
+        width = -(-integer(op, "capacity", capacity, 1) // self.page_size)
+        self.capacity, self.kv_heads, self.head_dim = width * self.page_size, kv_heads, head_dim
+        self.windows = tuple(None if window is None else integer(op, "windows", window, 1) for window in windows)
+        self._width = width
+        self._like = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+        self._like["device"] = torch.device(device)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.furthest = torch.zeros_like(self.lengths)
+        """``(batch,)``: each text goes back to `drafts` before this length, which is the longest that it has been, or
+        more where less was kept."""
+        self._least: Tensor | None = None
+        self.full: PagedKVCache | None = None
+        if None in self.windows:
+            sizes = self.windows.count(None), batch, batch * width, page_size, kv_heads, head_dim
+            self.full = PagedKVCache(*sizes, max_pages_per_sequence=width, dtype=dtype, device=device)
+            self.full.lengths = self.lengths
+        self.turning = {window: self._new_pages(window) for window in self.windows if window is not None}
+        """The pages of the layers with each window."""
+        self._bind()
+
+    def _new_pages(self, window: int) -> TurningPages:
+        layers = self.windows.count(window)
+        return TurningPages(layers, self.lengths, self._width, window, self.drafts, self._like)
+
+    def _bind(self) -> None:
+        seen: dict[int | None, int] = dict.fromkeys(self.windows, 0)
+        self._parts: list[tuple[KVCacheBase, int]] = []
+        """Of each layer: where it is, and which of the layers there."""
+        for window in self.windows:
+            part = self.full if window is None else self.turning[window]
+            assert part is not None
+            self._parts.append((part, seen[window]))
+            seen[window] += 1
+        alone = self._parts[0][0] if len(seen) == 1 else None
+        # One tensor, if all layers are in one: the op of all layers takes no others.
+        self.k: Any = alone.k if alone else [part.k[place] for part, place in self._parts]
+        self.v: Any = alone.v if alone else [part.v[place] for part, place in self._parts]
+
+    @property
+    def block_table(self) -> Tensor:
+        """That of the layers that see all; if there are none, of the first one."""
+        table = (self.full or self._parts[0][0]).block_table
+        assert table is not None
+        return table
+
+    @property
+    def device(self) -> torch.device:
+        return self.lengths.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._like["dtype"]
+        return dtype
+
+    def table(self, layer: int) -> Tensor:
+        """The page table of a layer, ``(batch, width)``."""
+        table = self._parts[layer][0].block_table
+        assert table is not None
+        return table
+
+    def reserve_(self, lengths: int | Sequence[int]) -> None:
+        """As that of `PagedKVCache`, for the layers that see all. The others have their pages."""
+        if self.full is not None:
+            self.full.reserve_(lengths)
+
+    def resize_row_(self, row: int, tokens: int) -> None:
+        """As that of `PagedKVCache`, for the layers that see all."""
+        if self.full is not None:
+            self.full.resize_row_(row, tokens)
+
+    def reclaim_(self) -> None:
+        """As that of `PagedKVCache`, for the layers that see all."""
+        if self.full is not None:
+            self.full.reclaim_()
+
+    def reserve_drafts_(self, rows: int) -> None:
+        """Makes room for drafts of `rows` rows; what is kept stays. Captured graphs have the old memory."""
+        rows = integer("cache.WindowedCache.reserve_drafts_", "rows", rows, 0)
+        if rows <= self.drafts:
+            return
+        # What is gone stays gone: texts go back no further than before.
+        self.furthest.add_(rows - self.drafts).masked_fill_(self.lengths == 0, 0)
+        self.drafts, before = rows, self.turning
+        self.turning = {window: self._new_pages(window) for window in before}
+        for window, pages in self.turning.items():
+            pages.take_(before[window])
+        self._bind()
+
+    def expect_(self, rows: int, counts: Tensor | None = None) -> None:
+        """Prepares a forward that stores `counts` ``(batch,)`` of `rows` new rows of each sequence; None: all. Reads
+        the device if they are more than `drafts`."""
+        self._least, long = None, None
+        if rows > self.drafts:
+            long = torch.full_like(self.lengths, rows) if counts is None else counts.to(torch.int64)
+            self.reserve_drafts_(int(long.masked_fill(self.lengths == 0, 0).max()))
+            if int(long.max()) <= self.drafts:
+                long = None
+        for pages in self.turning.values():
+            pages.expect_(long)
+        if long is not None:
+            self._least = torch.where(long > self.drafts, self.lengths + long - self.drafts, 0)
+
+    def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
+        """As that of `PagedKVCache`, after `expect_`."""
+        rows = stored(self.dtype, k_new, v_new)
+        kv_append_(self.k[layer], self.v[layer], *rows, self.lengths, counts=counts, block_table=self.table(layer))
+
+    def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
+        """As that of `PagedKVCache`.
+
+        Raises:
+            ValueError: fewer rows of a long first forward than all but the last `drafts`; nothing changes then.
+        """
+        before, least = self.lengths.clone(), self._least
+        self._check_kept(before + counts, least)
+        first, *others = [*filter(None, [self.full]), *self.turning.values()]
+        first.commit_(counts, source_index)
+        if source_index is not None:
+            for part in others:
+                table = part.block_table
+                kv_commit_(part.k, part.v, before.clone(), counts, source_index, block_table=table)
+        furthest = torch.maximum(self.furthest.masked_fill(before == 0, 0), self.lengths)
+        if least is not None:
+            furthest = torch.where(least > 0, torch.maximum(furthest, least + self.drafts), furthest)
+        self.furthest.copy_(furthest)
+        self._expect_nothing()
+
+    def _expect_nothing(self) -> None:
+        self._least = None
+        for pages in self.turning.values():
+            pages.expect_(None)
+
+    def _check_kept(self, lengths: Tensor, least: Tensor | None) -> None:
+        if least is not None and self.device.type == "cpu":
+            short = lengths < least
+            expectation = f"keep all but the last {self.drafts} rows of a text's first forward"
+            remedy = "Call reserve_drafts_ before it."
+            check(not bool(short.any()), "cache.WindowedCache.commit_", "counts", expectation, "fewer", remedy)
+
+    def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:
+        """Shortens sequences, to 0 or by at most `drafts` rows from the longest that they have been.
+
+        Raises:
+            ValueError: a length before what is kept; nothing changes then.
+        """
+        part = self._parts[0][0]
+        if self.device.type == "cpu":
+            numbers = part._numbers("cache.WindowedCache.trim_", "new_lengths", new_lengths)
+            for row, length in enumerate(numbers[: self.batch]):
+                least = self.earliest(row)
+                expectation = f"be 0 or at least {least}, since rows before its windows are gone"
+                remedy = "Empty the text and run it again, or call reserve_drafts_ before it is written."
+                check(length in (0, int(self.lengths[row])) or length >= least, "cache.WindowedCache.trim_", "new_lengths", expectation, length, remedy)  # fmt: skip
+        part = self.full or part
+        part.trim_(new_lengths)
+        self.furthest.masked_fill_(self.lengths == 0, 0)
+
+    def reset_(self) -> None:
+        """Empties every sequence."""
+        self.trim_(0)
+
+    def earliest(self, row: int) -> int:
+        """The shortest length but 0 that a sequence can be cut to. Reads the device."""
+        return max(0, int(self.furthest[row]) - self.drafts)
+
+    def idle_row_(self, row: int) -> None:
+        """Leaves a sequence with at most one token, whose content no longer matters."""
+        self.lengths[row].clamp_(max=1)
+        self.furthest[row].clamp_(max=1)
+
+    def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer in logical order, gathered: ``(batch, length, kv_heads, head_dim)``. Those before what
+        is kept are others."""
+        pages = -(-length // self.page_size)
+        table = self.table(layer)[:, :pages].clamp(min=0).to(torch.int64)
+        k, v = (side[layer][table].flatten(1, 2)[:, :length] for side in (self.k, self.v))
+        return k, v
+
+    def copy_row_(self, row: int, other: Any, other_row: int, length: int) -> None:
+        """Replaces sequence `row` by the first `length` tokens of a sequence of another cache of the same layers.
+
+        Raises:
+            ValueError: a cache with other layers, heads or dtype, more tokens than there is room for, or a length that
+                the other one cannot be cut to.
+        """
+        op = "cache.WindowedCache.copy_row_"
+        kinds = [(cache.layers, cache.kv_heads, cache.head_dim, cache.dtype) for cache in (self, other)]
+        check(kinds[0] == kinds[1], op, "other", "have the same layers, heads and dtype", kinds[1])
+        room = self.capacity if self.full is None else self.full._row_capacity(row)
+        check(0 <= length <= room, op, "length", f"be in [0, {room}]", length)
+        if self.device.type == "cpu" and hasattr(other, "earliest"):
+            least = other.earliest(other_row)
+            check(length == 0 or length >= least, op, "length", f"be 0 or at least {least}", length)
+        self._expect_nothing()
+        for layer, window in enumerate(self.windows):
+            kept = length if window is None else min(length, window - 1 + BLOCK - 1)
+            at = torch.arange(length - kept, length, device=self.device)
+            to_page, to_slot = _places(self, layer, row, at)
+            from_page, from_slot = _places(other, layer, other_row, at)
+            for target, source in ((self.k, other.k), (self.v, other.v)):
+                target[layer][to_page, to_slot] = source[layer][from_page, from_slot]
+        self.lengths[row].fill_(length)
+        self.furthest[row].fill_(length + self.drafts if length else 0)  # no rows to go back by were copied
+
+    def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Refused: the layers have different rows. NotImplementedError."""
+        fault = "layers with windows have no more than their last rows"
+        raise NotImplementedError(sentence("cache.WindowedCache.row", fault, "Copy it with copy_row_ of such a cache."))
+
+
+def _places(cache: Any, layer: int, row: int, at: Tensor) -> tuple[Any, Tensor]:
+    """The pages and slots of positions of a sequence."""
+    table = cache.table(layer)
+    if table is None:
+        return row, at
+    page_size = cache.k[layer].shape[1]
+    return table[row, at // page_size].long(), at % page_size

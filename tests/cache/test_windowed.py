@@ -1,0 +1,272 @@
+"""Caches whose layers with windows keep their last rows alone: the same bits as one that keeps all, pages counted."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from pdkernels.cache import PagedKVCache, WindowedCache
+from pdkernels.cache.windowed import BLOCK, turns
+from pdkernels.decoding import generate
+from pdkernels.generation import session
+from pdkernels.masks import tree
+from pdkernels.models import Transformer
+from pdkernels.models.architectures.windows import Window
+from tests.decoding.lossless_sweep import METHODS
+from tests.decoding.test_windows import WINDOWS, model_with
+from tests.support.drafters import with_drafters
+
+PAGE = 7
+TEXT, NEW = 420, 40  # longer than the pages that take turns
+
+
+def caches(model: Transformer, batch: int, drafts: int, capacity: int = 700) -> tuple[Any, Any]:
+    """One that keeps all rows, and one that does not."""
+    pair: list[Any] = [model.new_cache(batch, capacity, kind="paged", page_size=PAGE, drafts=n) for n in (None, drafts)]
+    for cache in pair:
+        cache.reserve_(capacity)
+    assert type(pair[0]) is PagedKVCache and type(pair[1]) is WindowedCache
+    return pair[0], pair[1]
+
+
+class Texts:
+    """Random forwards on both caches, drafts that are rejected, trees and cuts among them."""
+
+    def __init__(self, model: Transformer, seed: int, batch: int = 3, drafts: int = 9) -> None:
+        self.model, self.draw, self.drafts = model, random.Random(seed), drafts
+        self.whole, self.windowed = caches(model, batch, drafts)
+        self.batch = batch
+
+    def forward(self, rows: int, counts: list[int], **more: Any) -> None:
+        tokens = torch.tensor([[self.draw.randrange(39) for _ in range(rows)] for _ in range(self.batch)])
+        stored = torch.tensor(counts)
+        found = [self.model(tokens, cache=cache, counts=stored, **more) for cache in (self.whole, self.windowed)]
+        for sequence, count in enumerate(counts):
+            valid = rows if more else count
+            assert torch.equal(*(logits[sequence, :valid] for logits in found))
+
+    def commit(self, counts: list[int], source: list[list[int]] | None = None) -> None:
+        for cache in (self.whole, self.windowed):
+            cache.commit_(torch.tensor(counts), None if source is None else torch.tensor(source))
+        assert torch.equal(self.whole.lengths, self.windowed.lengths)
+
+    def prompts(self) -> None:
+        counts = [self.draw.choice([1, 8, 200, 330]) for _ in range(self.batch)]
+        self.forward(max(counts), counts)
+        self.commit([max(count - self.draw.randrange(self.drafts), 1) for count in counts])
+
+    def step(self) -> None:
+        kind = self.draw.random()
+        if kind < 0.6:
+            rows = self.draw.randint(1, self.drafts)
+            counts = [self.draw.randint(0, rows) for _ in range(self.batch)]
+            self.forward(rows, counts)
+            self.commit([self.draw.randint(0, count) for count in counts])
+        elif kind < 0.9:
+            parents = [self.draw.randrange(-1, row) for row in range(self.drafts)]
+            depth: list[int] = []
+            for parent in parents:
+                depth.append(0 if parent < 0 else depth[parent] + 1)
+            path = [self.draw.randrange(self.drafts)]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            more = {"mask": tree(parents).plan(16, 16), "positions": torch.tensor(depth)}
+            self.forward(self.drafts, [self.drafts] * self.batch, **more)
+            self.commit([len(path)] * self.batch, [path + [0] * (self.drafts - len(path))] * self.batch)
+        else:
+            lengths = [max(self.windowed.earliest(row), 1) for row in range(self.batch)]
+            lengths = [min(length, int(self.whole.lengths[row])) for row, length in enumerate(lengths)]
+            for cache in (self.whole, self.windowed):
+                cache.trim_(lengths)
+            self.whole.reserve_(700), self.windowed.reserve_(700)
+
+
+@pytest.mark.covering(of=["window", "dtype"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("layers", ["both", "one", "different"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_row_has_the_same_bits(window: Window, layers: str, dtype: torch.dtype) -> None:
+    other = {"both": window, "one": None, "different": Window(33)}[layers]
+    model = model_with((window, other), dtype)
+    texts = Texts(model, 1)
+    texts.prompts()
+    while int(texts.whole.lengths.max()) < 480:
+        texts.step()
+
+
+def test_rows_of_eight_bits() -> None:
+    model = model_with((Window(16), None), torch.bfloat16)
+    model.cache_dtype = torch.int8
+    texts = Texts(model, 3)
+    texts.prompts()
+    while int(texts.whole.lengths.max()) < 480:
+        texts.step()
+
+
+def test_a_longer_forward_makes_room() -> None:
+    """A text that goes on with more rows than a draft may have: any of them may be rejected."""
+    texts = Texts(model_with((Window(16), None)), 4)
+    texts.prompts()
+    before = texts.windowed.turning[16].pages
+    texts.forward(60, [60, 3, 41])
+    texts.commit([2, 1, 41])
+    for _ in range(30):
+        texts.step()
+    assert texts.windowed.drafts == 60 and texts.windowed.turning[16].pages == turns(16, 60, PAGE) > before
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[WindowedCache]:
+    """The caches that sessions make."""
+    found: list[WindowedCache] = []
+    make = session.Session.new_cache
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        cache = make(*arguments, **options)
+        found.append(getattr(cache, "inner", cache))
+        return cache
+
+    monkeypatch.setattr(session.Session, "new_cache", noting)
+    return found
+
+
+@pytest.mark.covering(of=["method"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_every_method(
+    method: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, window: Window, made: list[WindowedCache]
+) -> None:
+    """The tokens of decoding one by one with all rows, in a batch; pages of layers with a window do not grow."""
+    model = with_drafters(model_with((window, None), dtype, adapter=True))
+    model.cache_dtype = cache_dtype
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(39, (length,), generator=generator).tolist() for length in (TEXT, 1, 300)]
+    greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens.tolist() for text in texts]
+    for options in METHODS[method]:
+        made.clear()
+        more = options | {"page_size": PAGE, "max_new_tokens": NEW, "end_tokens": ()}
+        found = generate(model, texts, method, **more).tokens
+        assert [tokens.tolist() for tokens in found] == greedy
+        (cache,) = made
+        (pages,) = cache.turning.values()
+        most = window.size + 2 * cache.drafts + BLOCK + 2 * PAGE
+        assert cache.drafts <= 40 and pages.pages * PAGE <= most < TEXT
+        assert pages.k.shape[:2] == (1, len(texts) * pages.pages + 1) == (1, int(pages.block_table.max()) + 2)
+        # Those of the layer that sees all hold the texts.
+        assert sum(len(cache.full._pages[row]) for row in range(3)) * PAGE >= sum(map(len, texts)) + 3 * NEW
+
+
+def test_several_texts_of_a_prompt_and_filters(made: list[WindowedCache]) -> None:
+    model = model_with((Window(16), None))
+    text = torch.randint(39, (TEXT,), generator=torch.Generator().manual_seed(3)).tolist()
+    settings: dict[str, Any] = {"n": 3, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": NEW, "end_tokens": ()}
+    for method in ("autoregressive", "jacobi"):
+        whole, windowed = (generate(model, text, method, page_size=size, **settings) for size in (None, PAGE))
+        assert type(made[-1]) is WindowedCache and type(made[-2]) is not WindowedCache
+        assert all(map(torch.equal, whole.tokens, windowed.tokens))
+
+
+def test_a_text_shorter_than_the_window_takes_a_plain_cache(made: list[WindowedCache]) -> None:
+    model = model_with((Window(16), None))
+    generate(model, [3, 5], "jacobi", max_new_tokens=100, page_size=PAGE)
+    generate(model_with((Window(10**9), None)), [3] * TEXT, "jacobi", max_new_tokens=100, page_size=PAGE)
+    assert [type(cache) for cache in made] == [PagedKVCache, PagedKVCache]
+
+
+def test_cuts_that_go_too_far_are_refused() -> None:
+    model = model_with((Window(16), None))
+    _, cache = caches(model, 2, 5)
+    tokens = torch.randint(39, (2, 300))
+    model(tokens, cache=cache)
+    with pytest.raises(ValueError, match="commit_: counts must keep all but the last 5 rows of a text's first forward"):
+        cache.commit_(torch.tensor([300, 294]))
+    assert cache.lengths.tolist() == [0, 0]
+    model(tokens, cache=cache)
+    cache.commit_(torch.tensor([300, 296]))
+    with pytest.raises(ValueError, match="trim_: new_lengths must be 0 or at least 295, since .*, got 290"):
+        cache.trim_([300, 290])
+    assert cache.lengths.tolist() == [300, 296] and cache.earliest(0) == 295
+    cache.trim_([295, 296])
+    with pytest.raises(ValueError, match="at least 295"):
+        cache.trim_([294, 0])
+    other = caches(model, 1, 5)[1]
+    with pytest.raises(ValueError, match="copy_row_: length must be 0 or at least 295, got 290"):
+        other.copy_row_(0, cache, 0, 290)
+    with pytest.raises(NotImplementedError, match="have no more than their last rows"):
+        cache.row(0, 10)
+    with pytest.raises(NotImplementedError, match="recompute: layers with windows have only the last rows"):
+        model.recompute(tokens[:, :3], cache, torch.tensor([0, 0]), visible=torch.tensor([3, 3]))
+    cache.trim_([0, 295])
+    assert cache.earliest(0) == 0
+    cache.reset_()
+    assert cache.lengths.tolist() == cache.furthest.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("length", [295, 300])
+@pytest.mark.parametrize("drafts", [3, 9])
+def test_rows_that_move_to_another_cache(length: int, drafts: int) -> None:
+    """From one that keeps all, and from one that does not, by other pages."""
+    model = model_with((Window(16), Window(33)))
+    _, target = caches(model, 2, drafts)
+    model(torch.randint(39, (2, 310)), cache=target)
+    target.commit_(torch.tensor([310, 310]))
+    tokens = torch.randint(39, (1, 300))
+    expected, sources = None, caches(model, 1, 5)
+    for source in sources:
+        model(tokens, cache=source)
+        source.commit_(torch.tensor([300]))
+    for source in sources:
+        target.copy_row_(1, source, 0, length)
+        assert target.lengths.tolist() == [310, length] and target.earliest(1) == length
+        logits = model(torch.tensor([[5, 6], [7, 8]]), cache=target)[1]
+        expected = logits if expected is None else expected
+        assert torch.equal(logits, expected)
+    whole = sources[0]
+    whole.trim_(length)
+    whole.reserve_(310)
+    assert torch.equal(model(torch.tensor([[7, 8]]), cache=whole)[0], logits)
+    target.idle_row_(1)
+    assert target.lengths.tolist() == [310, 1]
+
+
+def test_copies() -> None:
+    model = model_with((Window(16), None))
+    _, cache = caches(model, 1, 5)
+    model(torch.randint(39, (1, 300)), cache=cache)
+    cache.commit_(torch.tensor([300]))
+    more = torch.tensor([[3, 4, 5]])
+    expected = model(more, cache=cache)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert torch.equal(model(more, cache=other), expected)
+        other.commit_(torch.tensor([3]))
+        assert other.turning[16].lengths is other.lengths and other.lengths.tolist() == [303]
+        last = model(more, cache=other)
+    model(more, cache=cache)
+    cache.commit_(torch.tensor([3]))
+    assert torch.equal(model(more, cache=cache), last)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"windows": [0, None]}, ValueError, "windows must be 1 or more, got 0"),
+        ({"windows": [-4, None]}, ValueError, "windows must be 1 or more, got -4"),
+        ({"windows": [2.5]}, TypeError, "windows must be an int"),
+        ({"windows": []}, ValueError, "windows must be 1 or more, got 0"),
+        ({"drafts": 0}, ValueError, "drafts must be 1 or more, got 0"),
+        ({"capacity": 0}, ValueError, "capacity must be 1 or more, got 0"),
+        ({"page_size": 0}, ValueError, "page_size must be 1 or more, got 0"),
+        ({"capacity": 2**60}, ValueError, "memory"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    sizes = {"windows": [4, None], "batch": 1, "capacity": 100, "page_size": 8, "kv_heads": 1, "head_dim": 16}
+    with pytest.raises(error, match=text):
+        WindowedCache(**{**sizes, **changes})
