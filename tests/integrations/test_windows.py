@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Exaone4": {"layer_types": MIXED},
     "Llama4Text": {"layer_types": ["chunked_attention", "full_attention"], **EXPERTS, "intermediate_size_mlp": 48},
 }
+CONVERTED = ("Mistral", "Gemma3Text", "GptOss", "Qwen2")
 LONG = [(7 * i) % 50 + 3 for i in range(140)]
 PROMPTS = [[5, 9, 2, 33, 17, 8, 4], [7], LONG[:21]]
 NEW = 30
@@ -67,6 +68,23 @@ def test_greedy_tokens_are_those_of_transformers(family: str, window: int) -> No
         for options in METHODS.get(method, [{}])[::-1]:
             more = {"page_size": (None, 7)[number % 2], **options}
             found = pd.decoding.generate(wrapped, prompts, method, max_new_tokens=NEW, end_tokens=(), **more).tokens
+            assert [tokens.tolist() for tokens in found] == expected, method
+
+
+@pytest.mark.covering(of=["family"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("window", [1, 7, 16, 128])
+@pytest.mark.filterwarnings("ignore")
+def test_texts_longer_than_what_their_pages_keep(family: str, window: int) -> None:
+    model, prompts = model_with(family, window), [[(11 * i) % 50 + 3 for i in range(420)], [7]]
+    expected = [theirs(model, prompt, cached=window > 1) for prompt in prompts]
+    models = [wrap(model), *([from_transformers(model)] if family in CONVERTED else [])]
+    for own in models:
+        cache: Any = own.new_cache(1, 450, kind="paged", page_size=7, drafts=12)
+        assert {size: pages.pages <= 48 for size, pages in cache.turning.items()} == {window: True}
+        for method, options in {"autoregressive": {}, "jacobi": {"block_size": 12}, "suffix": {}}.items():
+            settings = {"max_new_tokens": NEW, "end_tokens": (), "page_size": 7}
+            found = pd.decoding.generate(own, prompts, method, **settings, **options).tokens
             assert [tokens.tolist() for tokens in found] == expected, method
 
 
