@@ -112,7 +112,9 @@ def test_packed_rows_have_the_bits_of_padded_ones(model: Any) -> None:
     cache.adapt_([None if name is None else model.adapters[name] for name in names])
     with torch.inference_mode():
         begins = torch.tensor([0, *lengths]).cumsum(0)
-        packed = model(torch.tensor([[*texts[0], *texts[1], *texts[2]]]), cache=cache, cu_seqlens=begins)[0].split(lengths)
+        packed = model(torch.tensor([[*texts[0], *texts[1], *texts[2]]]), cache=cache, cu_seqlens=begins)[0].split(
+            lengths
+        )
     for rows, name, text in zip(packed, names, texts, strict=True):
         cache = model.new_cache(1, 8)
         cache.adapt_([None if name is None else model.adapters[name]])
