@@ -22,6 +22,7 @@ from pdkernels.decoding import Method, OnTokens, available, find
 from pdkernels.decoding.generate import ARGUMENTS, check_capabilities, prepare
 from pdkernels.decoding.options import check_options, suggests
 from pdkernels.decoding.steps import Staging
+from pdkernels.engine.broken import BrokenModel
 from pdkernels.engine.generation import Generation, checked_wait
 from pdkernels.engine.method_batch import MethodBatch, Request
 from pdkernels.engine.metrics import EngineMetrics
@@ -133,13 +134,9 @@ class Engine:
         self.prompt_tokens_per_step = integer(op, "prompt_tokens_per_step", prompt_tokens_per_step, 1)
         prefix_tokens = integer(op, "kept_prompt_tokens", kept_prompt_tokens, 0)
         longest = self.max_prompt_tokens + new
-        page_tokens = (
-            self.max_running * longest + prefix_tokens
-            if cache_tokens is None
-            else integer(op, "cache_tokens", cache_tokens, 1)
-        )
+        by_default, wish = cache_tokens is None, self.max_running * longest + prefix_tokens
+        page_tokens = wish if by_default else integer(op, "cache_tokens", cache_tokens, 1)
         folder_bytes = integer(op, "prefix_dir_bytes", prefix_dir_bytes, 1)
-        by_default = cache_tokens is None
         self._memory = Memory(model, prefix_tokens, page_tokens, longest, by_default, prefix_dir, folder_bytes)
         self._numbers = itertools.count()
         self._method_batches: dict[Hashable, MethodBatch] = {}
@@ -245,9 +242,8 @@ class Engine:
         if key not in self._method_batches:
             self._check_steps(chosen, session, options)
         deadline = None if timeout is None else time.perf_counter() + timeout
-        request = Request(handle, session, deadline, sampler)
-        if chosen.steps.continues:
-            request.stored = self._memory.prepare(session)
+        stored = self._memory.prepare(session) if chosen.steps.continues else []
+        request = Request(handle, session, deadline, sampler, stored)
         with self._lock:
             self._refuse_closed()
             waiting = sum(len(method_batch.waiting) for method_batch in self._method_batches.values())
@@ -436,6 +432,8 @@ class Engine:
         for method_batch in live:
             try:
                 method_batch.turn(self._memory, self.prompt_tokens_per_step, before, self._metrics)
+            except BrokenModel:
+                raise
             except BaseException as error:  # of the batch: a model that fails, memory that has run out, a hook
                 method_batch.fail(error, self._metrics)
         return True
@@ -507,11 +505,8 @@ def _run(calls: queue.SimpleQueue[Engine | None], memory: Memory) -> None:
 
 
 def _reason(failure: BaseException) -> str:
-    return (
-        str(failure)
-        if isinstance(failure, RuntimeError) and "fork" in str(failure)
-        else f"{failure!r} ended its thread"
-    )
+    said = isinstance(failure, BrokenModel) or (isinstance(failure, RuntimeError) and "fork" in str(failure))
+    return str(failure) if said else f"{failure!r} ended its thread"
 
 
 def _written(value: Any) -> str:

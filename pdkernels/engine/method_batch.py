@@ -12,13 +12,14 @@ from typing import Any
 from pdkernels._validation import sentence
 from pdkernels.decoding.request import finished
 from pdkernels.decoding.steps import Preempted, RunningBatch, Steps
+from pdkernels.engine.broken import refuse_broken
 from pdkernels.engine.disk import Piece
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
 from pdkernels.engine.tree import SHORTEST, CachedPrefix
 from pdkernels.generation.sampler import Sampler
-from pdkernels.generation.session import Session
+from pdkernels.generation.session import NoChoice, Session
 
 # Turns with at most half of the rows taken before a batch shrinks: moving it costs a read of its rows.
 _PATIENCE = 32
@@ -399,6 +400,8 @@ def _ended(
     error: BaseException | None = None,
 ) -> None:
     """Tells a request that it has ended, and counts it. Without `forwards` it never ran."""
+    if isinstance(error, NoChoice):
+        refuse_broken(getattr(request.session.model, "model_itself", request.session.model), error)
     handle, result = request.handle, None
     flushed = handle._flush()
     error = error or flushed

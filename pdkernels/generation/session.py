@@ -69,6 +69,10 @@ def to_device_async(rows: list[list[int]], device: torch.device) -> torch.Tensor
 _BLOCK = 256  # no published model is trained on longer blocks
 
 
+class NoChoice(ValueError):
+    """Logits from which no token can be chosen."""
+
+
 class Session:
     """One call of `generate`: its inputs on the device, its growing output on the host.
 
@@ -276,4 +280,4 @@ class Session:
         count = len(self.tokens[sequence])
         fault = f"the model's logits leave no token to choose: NaN, +inf or only -inf in sequence {sequence}, after {count} new tokens"
         remedy = "Look for NaN in its weights, for overflow in fp16, or for a mask or hook that forbids every token."
-        raise ValueError(sentence("decoding.generate", fault, remedy))
+        raise NoChoice(sentence("decoding.generate", fault, remedy))

@@ -33,7 +33,7 @@ from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.compiling import GrammarPool
-from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure
+from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure, why_closed
 from pdkernels.serve.frontend import Frontend
 from pdkernels.serve.gate import Gate, log_failure
 from pdkernels.serve.messages_api import add_messages
@@ -194,7 +194,7 @@ def create_app(
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if not engine.running:
-            return PlainTextResponse("stopping\n", 503)
+            return PlainTextResponse(f"{why_closed(engine.failure)}\n", 503)
         running, waiting = grammars.counts
         words = f"grammars: {running} compiling, {waiting} waiting\n" if running + waiting else ""
         return PlainTextResponse(f"stuck\n{words}", 503) if grammars.stuck else PlainTextResponse(f"ok\n{words}")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pdkernels.engine import BrokenModel
 from pdkernels.generation.params import ALIASES, SETTINGS
 
 _KINDS = {404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
@@ -85,9 +86,22 @@ def of_failure(error: BaseException) -> tuple[str, int]:
     """What a request is answered that the engine has refused or could not finish, and the status."""
     if isinstance(error, (ValueError, TypeError, NotImplementedError)):
         return in_http_words(str(error)), 400
-    if isinstance(error, RuntimeError) and "closed" in str(error):
+    if isinstance(error.__cause__, BrokenModel):
+        return in_http_words(str(error.__cause__)), 500
+    if isinstance(error, RuntimeError) and error.__cause__ is None and "closed" in str(error):
         return "the server is stopping", 503
     return FAILED, 500
+
+
+def why_closed(failure: BaseException | None) -> str:
+    """What `/health` says of an engine that takes no requests.
+
+    >>> why_closed(None)
+    'stopping'
+    """
+    if failure is None:
+        return "stopping"
+    return f"failed: {in_http_words(str(failure))}" if isinstance(failure, BrokenModel) else "failed"
 
 
 @contextmanager

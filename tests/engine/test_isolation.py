@@ -16,7 +16,7 @@ import torch
 import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.decoding.steps import RunningBatch
-from pdkernels.engine import Engine, Generation
+from pdkernels.engine import BrokenModel, Engine, Generation
 from tests.support.causal import VOCABULARY, FakeModel, by_history
 
 LIMIT: dict[str, Any] = {"max_new_tokens": 8, "end_tokens": ()}
@@ -261,6 +261,26 @@ def test_a_dead_engine_fails_its_requests_and_takes_none(monkeypatch: pytest.Mon
         engine.submit("a")
     assert isinstance(engine.failure, SystemExit) and engine.metrics().finished == {"error": 2}
     assert engine.close(timeout=60) and not engine.running and engine.metrics().waiting == 0
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "jacobi", "linear_self_speculation"])
+def test_a_model_that_computes_nothing_ends_the_engine_and_says_so(method: str) -> None:
+    model, told = pd.models.load("tiny-trimode"), threading.Event()
+    with torch.no_grad():
+        model.layers[1].mlp_norm.fill_(torch.nan)
+    engine = Engine(model, max_running=1, max_new_tokens=8)
+    engine._lock.acquire()  # until all requests are there
+    handles = [engine.submit("17 + 25", method, **LIMIT) for _ in range(3)]
+    handles.append(
+        engine.submit("17 + 25", "autoregressive", suppress_tokens=[7], on_tokens=lambda *_: told.set(), **LIMIT)
+    )
+    engine._lock.release()
+    for handle in handles:
+        with pytest.raises(RuntimeError, match="the engine has ended: pdkernels.Engine: the model's logits are NaN"):
+            handle.result(60)
+    assert isinstance(engine.failure, BrokenModel) and not engine.running and not told.is_set()
+    with pytest.raises(RuntimeError, match="logits are NaN whatever the text is"):
+        engine.submit("17 + 25")
 
 
 def test_a_batch_that_cannot_grow_keeps_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
