@@ -16,6 +16,7 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.choices import Choice, Rest
 from pdkernels.serve.errors import Refused, in_http_words, shown
 from pdkernels.serve.forms import Asked, asked_grammar
+from pdkernels.serve.infill import infilled
 from pdkernels.serve.messages import plain
 from pdkernels.serve.options import MethodSettings
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
@@ -131,7 +132,19 @@ class Frontend:
         if body.echo and body.logprobs is not None:
             fault = "logprobs with echo would be those of the prompt too, which are not computed"
             raise Refused(fault, 400, "logprobs")
+        if body.suffix:
+            prompts = [self._infilled(body, one) for one in prompts]
         return Draft("text", prompts, body.max_tokens, asked_grammar(body), echo=body.echo)
+
+    def _infilled(self, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+        """The tokens of a prompt with what comes after the answer; tokens of the form may end the answer then."""
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(body, name):
+                raise Refused(f"suffix and {name} exclude each other", 400, "suffix")
+        ids, ends = infilled(self.engine.model.tokenizer, prompt, body.suffix or "")
+        if ends:
+            body.stop_token_ids = list(dict.fromkeys((*(body.stop_token_ids or ()), *ends)))
+        return ids
 
     def _check_model(self, body: Settings) -> None:
         """Checks the names of a request; an adapter that it calls the model becomes its adapter."""

@@ -208,6 +208,8 @@ class CompletionRequest(Settings):
 
     prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
     max_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = 16  # type: ignore[valid-type]
+    suffix: str | None = None
+    """What comes after the answer, for models that fill in the middle."""
     echo: bool = False
     best_of: int | None = None
 
