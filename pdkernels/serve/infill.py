@@ -6,6 +6,7 @@ tokenizers of Qwen2.5-Coder, StarCoder, DeepSeek-Coder, Code Llama (arXiv 2308.1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pdkernels.serve.errors import Refused
@@ -41,7 +42,7 @@ def infilled(tokenizer: Any, prompt: str | list[int], suffix: str) -> tuple[list
     Raises:
         Refused: the tokenizer has no tokens for it.
     """
-    id_of = getattr(tokenizer, "id_of", lambda _: None)
+    id_of: Callable[[str], Any] = getattr(tokenizer, "id_of", lambda _: None)
     for form in FORMS:
         ids = [id_of(token) for token in (form.before, form.hole, form.after, form.end) if token]
         if None not in ids:
