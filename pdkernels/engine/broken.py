@@ -20,9 +20,9 @@ def refuse_broken(model: Any, error: Exception) -> None:
         with torch.inference_mode():
             cache = model.new_cache(2, 2)
             logits = model(torch.tensor([[0], [1]], device=cache.device), cache=cache)
-            broken = bool(logits.isnan().all())
+            all_nan = bool(logits.isnan().all())
     except Exception:  # a model that runs otherwise
         return
-    if broken:
+    if all_nan:
         fault = "the model's logits are NaN whatever the text is"
         raise BrokenModel(sentence("Engine", fault, "Look for NaN in its weights.")) from error

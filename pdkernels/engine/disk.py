@@ -100,29 +100,29 @@ class PrefixFolder:
 
     def pieces(self, root: tuple[Any, ...], text: Sequence[int]) -> list[Piece]:
         """The whole pages of a text, and the rest of it, which is no page yet."""
-        found, name = list[Piece](), self._first(root)
+        pieces, name = list[Piece](), self._first(root)
         for start in range(0, len(text), self._size):
             tokens = text[start : start + self._size]
-            found.append(Piece(name := self._name(name, tokens), start, start + len(tokens)))
-        return found
+            pieces.append(Piece(name := self._name(name, tokens), start, start + len(tokens)))
+        return pieces
 
-    def prepare(self, root: tuple[Any, ...], text: Sequence[int], known: int, states: bool) -> list[Piece]:
-        """Reads the files of a text beyond `known` tokens, whole pages, and the recurrent states of the last one that
+    def prepare(self, root: tuple[Any, ...], text: Sequence[int], start: int, states: bool) -> list[Piece]:
+        """Reads the files of a text beyond `start` tokens, whole pages, and the recurrent states of the last one that
         has some. Returns those that `take` has now. Any thread may wait for this; others go on."""
-        whole = [piece for piece in self.pieces(root, text) if piece.end - piece.start == self._size]
-        found = [piece for piece in whole if piece.end <= known]
-        for piece in whole[len(found) :]:
+        pages = [piece for piece in self.pieces(root, text) if piece.end - piece.start == self._size]
+        pieces = [piece for piece in pages if piece.end <= start]
+        for piece in pages[len(pieces) :]:
             if not self._fetch(piece.name, text[piece.start : piece.end]):
                 break
-            found.append(piece)
-        at, before = (found[-1].end, found[-1].name) if found else (0, self._first(root))
+            pieces.append(piece)
+        at, before = (pieces[-1].end, pieces[-1].name) if pieces else (0, self._first(root))
         for end in range(min(at + self._size - 1, len(text)), at, -1):
             piece = Piece(self._name(before, text[at:end]), at, end)
             if self._fetch(piece.name, text[at:end]):
-                found.append(piece)
+                pieces.append(piece)
                 break
-        now, new = time.time(), [piece for piece in found if piece.end > known]
-        for depth, piece in enumerate(found):  # the end of a text is older than its beginning, and goes first
+        now, new = time.time(), [piece for piece in pieces if piece.end > start]
+        for depth, piece in enumerate(pieces):  # the end of a text is older than its beginning, and goes first
             self._use(piece.name, now - depth * 1e-3)
         for piece in reversed(new) if states else ():
             if self._fetch(piece.of_states, text[piece.start : piece.end], is_page=False):
@@ -199,9 +199,9 @@ class PrefixFolder:
             return None
         try:
             size = int.from_bytes(data[:8], "little")
-            facts = json.loads(data[8 : 8 + size])["__metadata__"]
+            metadata = json.loads(data[8 : 8 + size])["__metadata__"]
             rows = load(data)
-            right = rows["tokens"].tolist() == tokens and facts == _facts(name, rows)
+            right = rows["tokens"].tolist() == tokens and metadata == _facts(name, rows)
             if not right or (is_page and not self._fits(rows, len(tokens))):
                 raise ValueError("it does not hold what its name says")
             return rows
@@ -263,26 +263,26 @@ class PrefixFolder:
 
     def _scan(self) -> deque[tuple[Path, int]]:
         """The files of this folder with their sizes, the least recently used first; counts their bytes."""
-        found, foreign = [], 0
+        files, foreign = [], 0
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 try:
-                    facts = entry.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                 except OSError:  # another process has deleted it
                     continue
                 stem, ending = os.path.splitext(entry.name)
                 if stem.startswith(".") and ending == ".tmp":
-                    if time.time() - facts.st_mtime > _ABANDONED:
+                    if time.time() - status.st_mtime > _ABANDONED:
                         self._delete(Path(entry.path), 0)
-                elif ending == _ENDING and len(stem) == 64 and stat.S_ISREG(facts.st_mode):
-                    found.append((facts.st_mtime, Path(entry.path), facts.st_size))
+                elif ending == _ENDING and len(stem) == 64 and stat.S_ISREG(status.st_mode):
+                    files.append((status.st_mtime, Path(entry.path), status.st_size))
                 else:
                     foreign += 1
         if foreign and not self._told:
             self._told = True
             _LOG.warning("ignored %d files in %s that are no pages", foreign, self.folder)
-        self.bytes = sum(size for _, _, size in found)
-        return deque((path, size) for _, path, size in sorted(found))
+        self.bytes = sum(size for _, _, size in files)
+        return deque((path, size) for _, path, size in sorted(files))
 
     def _delete(self, path: Path, size: int) -> None:
         path.unlink(missing_ok=True)
@@ -339,7 +339,7 @@ def _contents(path: Path, most: int) -> bytes:
     """Of a regular file of at most so many bytes; a pipe would be waited for."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > most:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
             raise OSError(sentence("Engine", f"{path} is no file of this size"))
         return file.read()

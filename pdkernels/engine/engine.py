@@ -505,8 +505,8 @@ def _run(calls: queue.SimpleQueue[Engine | None], memory: Memory) -> None:
 
 
 def _reason(failure: BaseException) -> str:
-    said = isinstance(failure, BrokenModel) or (isinstance(failure, RuntimeError) and "fork" in str(failure))
-    return str(failure) if said else f"{failure!r} ended its thread"
+    tells_reason = isinstance(failure, BrokenModel) or (isinstance(failure, RuntimeError) and "fork" in str(failure))
+    return str(failure) if tells_reason else f"{failure!r} ended its thread"
 
 
 def _written(value: Any) -> str:

@@ -216,8 +216,8 @@ class MethodBatch:
             pages.pool.hold(held_pages)
             enough = pages.reclaim(need - len(prefix.pages))
             if enough:
-                known = text[: prefix.length]
-                staging.begin(prefix.pages, prefix.partial, known, len(prompt), room, prefix.states)
+                beginning = text[: prefix.length]
+                staging.begin(prefix.pages, prefix.partial, beginning, len(prompt), room, prefix.states)
                 self._stops = self._worth_keeping(memory, request, prefix)
                 pages.blocked = None
             elif pages.blocked is None or request.handle.number < pages.blocked:

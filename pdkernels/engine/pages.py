@@ -59,8 +59,8 @@ class Memory:
             return
         least = -(-longest // PAGE) + 1
         pages = max(least, -(-tokens // PAGE))
-        one = model.new_pool(1, PAGE)
-        row_bytes = (one.k[:, 0].nbytes + one.v[:, 0].nbytes) // PAGE
+        small_pool = model.new_pool(1, PAGE)
+        row_bytes = (small_pool.k[:, 0].nbytes + small_pool.v[:, 0].nbytes) // PAGE
         if by_default:
             pages = max(least, min(pages, _free_bytes(model.device) // 2 // (row_bytes * PAGE)))
         self.shared_pages = PrefixTree(
@@ -85,24 +85,24 @@ class Memory:
         if self.folder is None:
             return []
         tree, root, text = self.pages, self.root(session), session.prompts[0][:-1]
-        known = sum(len(page.tokens) for page in tree.whole(root, text))
-        return self.folder.prepare(root, text, known, tree.state_rows > 0)
+        start = sum(len(page.tokens) for page in tree.whole(root, text))
+        return self.folder.prepare(root, text, start, tree.state_rows > 0)
 
     def restore(self, session: Session, pieces: list[Piece]) -> int:
         """Takes over what `prepare` has read, and returns its tokens."""
         if self.folder is None or not pieces:
             return 0
         root, text = self.root(session), session.prompts[0][:-1]
-        known = sum(len(page.tokens) for page in self.pages.whole(root, text))
-        found, states, end = list[Rows](), None, known
+        end = sum(len(page.tokens) for page in self.pages.whole(root, text))
+        loaded, states = list[Rows](), None
         for piece in pieces:
             rows, of_states = self.folder.take(piece.name), self.folder.take(piece.of_states)
             if piece.start == end and rows is not None:
-                found.append(rows)
+                loaded.append(rows)
                 end = piece.end
             if of_states is not None:
                 states = piece.end, states_of_rows(of_states)
-        return self.pages.restore(root, text, found, states) if found else 0
+        return self.pages.restore(root, text, loaded, states) if loaded else 0
 
     def write(self, session: Session, text: list[int]) -> None:
         """Has a text that is kept written to the folder, some time later."""

@@ -114,9 +114,9 @@ class PrefixTree:
         path, partial, length = self._walk(root, text)
         branch, states = 0, None
         if self.state_rows:
-            found, whole = self._states(root, path, partial, length), length
-            length, state = (0, None) if found is None else found
-            branch = whole if whole >= length + SHORTEST else 0
+            furthest, common = self._states(root, path, partial, length), length
+            length, state = (0, None) if furthest is None else furthest
+            branch = common if common >= length + SHORTEST else 0
             if state is not None:
                 state.worth, states = self._age + state.cost, state.saved
         if length < SHORTEST:
@@ -192,9 +192,9 @@ class PrefixTree:
 
         `states`: after as many tokens of the text.
         """
-        size, known, new = self.pool.page_size, [page.number for page in self.whole(root, text)], list[int]()
-        self.pool.hold(known)
-        end = first = len(known) * size
+        size, first_pages, new = self.pool.page_size, [page.number for page in self.whole(root, text)], list[int]()
+        self.pool.hold(first_pages)
+        end = first = len(first_pages) * size
         for tensors in rows:
             if not self.reclaim(1):
                 break
@@ -202,7 +202,7 @@ class PrefixTree:
             end += tensors["k"].shape[1]
             for side, name in ((self.pool.k, "k"), (self.pool.v, "v")):
                 side[:, new[-1], : tensors["k"].shape[1]] = tensors[name].to(side.device)
-        self.keep(root, text[:end], pages := [*known, *new])
+        self.keep(root, text[:end], pages := [*first_pages, *new])
         if states is not None and states[0] <= end:
             self.keep(root, text[: states[0]], pages, states[1])
         self.pool.release(pages)
@@ -214,10 +214,10 @@ class PrefixTree:
         page = path[-1] if path else self._roots.get(root)
         if page is None:
             return path, None, 0
-        rest = text[page.end : page.end + size]
+        next_tokens = text[page.end : page.end + size]
         most, partial = 0, None
         for tokens, other in page.after.items():
-            if (same := _common(rest, tokens)) > most:
+            if (same := _common(next_tokens, tokens)) > most:
                 most, partial = same, other
         return path, partial, page.end + most
 
@@ -230,7 +230,7 @@ class PrefixTree:
                 (min(end, length), state) for end, state in page.states.items() if state.saved.earliest <= length
             ]
             if reached:
-                return max(reached, key=lambda one: one[0])
+                return max(reached, key=lambda pair: pair[0])
         return None
 
     def _with(self, before: Page, tokens: tuple[int, ...], number: int) -> Page:
@@ -284,7 +284,7 @@ class PrefixTree:
         if self.states and not free:
             holder, end = min(
                 ((holder, end) for holder in self._pages for end in holder.states),
-                key=lambda one: one[0].states[one[1]].worth,
+                key=lambda pair: pair[0].states[pair[1]].worth,
             )
             if page is None or holder.states[end].worth < page.worth:
                 self._age = holder.states.pop(end).worth
@@ -311,7 +311,7 @@ class PrefixTree:
         return True
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
+def _common(text: Sequence[int], other: Sequence[int]) -> int:
     """How many first tokens are the same."""
-    different = (at for at, (one, other) in enumerate(zip(left, right)) if one != other)
-    return next(different, min(len(left), len(right)))
+    different = (at for at, (token, other_token) in enumerate(zip(text, other)) if token != other_token)
+    return next(different, min(len(text), len(other)))
