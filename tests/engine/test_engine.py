@@ -467,6 +467,33 @@ def test_grammars_hooks_and_log_probabilities() -> None:
         assert slow.result(60).stats.tokens < 8 and slow.finish_reason == "timeout"
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("llada", {}),
+        ("llada", {"block_size": 4, "steps": 6, "remasking": "random"}),
+        ("llada", {"guidance": 0.5, "repetition_penalty": 1.2}),
+        ("fast_dllm", {"block_size": 8, "threshold": 0.4}),
+    ],
+)
+def test_grammars_of_canvases(method: str, options: dict[str, Any]) -> None:
+    """The tokens of `generate`: prompts of several lengths, drawn and most probable texts, beside requests without."""
+    model, prompts = pd.models.load("tiny-masked"), ["58 + 31 = ?\n", "7 + 9 = ?\n", "123 + 456 + 9 = ?\n"]
+    limit: dict[str, Any] = {"max_new_tokens": 12, **options}
+    pattern = "[0-9]{1,3} = [0-9]{2}\n(x|yz)+"
+    with Engine(model, max_new_tokens=12, max_canvases=3) as engine:
+        free = [engine.submit(prompt, method, **limit) for prompt in prompts]
+        for fill, temperature in (("each", 0.0), ("joint", 0.0), ("each", 1.0)):
+            given = {**limit, "grammar": pd.decoding.Grammar.regex(pattern, fill=fill), "temperature": temperature}
+            handles = [engine.submit(prompt, method, seed=seed, **given) for seed, prompt in enumerate(prompts)]
+            for seed, (prompt, handle) in enumerate(zip(prompts, handles, strict=True)):
+                found, alone = handle.result(60), generate(model, prompt, method, seed=seed, **given)
+                assert found.tokens.equal(alone.tokens) and re.fullmatch(pattern, str(found.text))
+                assert found.stats.forwards == alone.stats.forwards
+        for prompt, handle in zip(prompts, free, strict=True):
+            assert handle.result(60).tokens.equal(generate(model, prompt, method, **limit).tokens)
+
+
 def test_asynchronous_readers() -> None:
     model = pd.models.load("tiny-code")
 

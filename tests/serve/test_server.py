@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
-from pdkernels.decoding import generate
+from pdkernels.decoding import Grammar, generate
 from pdkernels.serve.messages import plain
 from pdkernels.serve.stops import StopCut
 
@@ -260,6 +260,33 @@ def test_provisional_text_of_a_method_that_fills_positions_in_any_order(serve: A
         generate(model, prompt, "llada", max_new_tokens=12, seed=pd.decoding.sequence_seed(1, number)).text
         for number in range(2)
     ]
+
+
+@pytest.mark.parametrize("method", ["llada", "fast_dllm"])
+def test_grammars_of_methods_that_fill_canvases(serve: Any, method: str) -> None:
+    """Schemas and expressions over HTTP, streamed with what stands at other places."""
+    model, prompt = pd.models.load("tiny-masked"), "482 + 967 = ?"
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    asked: list[tuple[Grammar, dict[str, Any]]] = [
+        (Grammar.json_schema(schema, unknown="ignore"), {"response_format": form}),
+        (Grammar.regex("[0-9]+(x|yz)"), {"extra_body": {"regex": "[0-9]+(x|yz)"}}),
+    ]
+    expected = [
+        generate(model, f"<user>{prompt}", method, max_new_tokens=16, grammar=grammar).text for grammar, _ in asked
+    ]
+    model.tokenizer = Chatting(model.tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    address, _ = serve(model=model, method=method)
+    chat = client_of(address).chat.completions
+    for (_, body), text in zip(asked, expected, strict=True):
+        given: dict[str, Any] = {"model": "tiny", "max_tokens": 16, "messages": [{"role": "user", "content": prompt}]}
+        assert chat.create(**given, **body).choices[0].message.content == text
+        shown = {**body, "extra_body": {**body.get("extra_body", {}), "provisional": True}}
+        news = [piece.choices[0].delta for piece in chat.create(**given, stream=True, **shown)]
+        assert "".join(new.content or "" for new in news) == text
+        assert any((new.model_extra or {}).get("provisional") for new in news)
+    assert isinstance(json.loads(str(expected[0]))["sum"], int)
 
 
 def test_stop_strings_are_left_out(serve: Any) -> None:

@@ -313,7 +313,8 @@ class Canvas(CanvasRecord):
 
     def _canvases(self) -> list[torch.Tensor]:
         """The positions of each sequence after its prompt."""
-        bounds = zip(self.tokens, self.starts, self._limits, strict=True)
+        # Not those of the host: a sequence that joins a running batch is on the device only.
+        bounds = zip(self.tokens, self.prompt_lengths.tolist(), self._limits, strict=True)
         return [row[start : start + limit] for row, start, limit in bounds]
 
     def _what_is_guessed(self, step: Step, logits: torch.Tensor) -> Guessed:
@@ -331,8 +332,7 @@ class Canvas(CanvasRecord):
                 allowed = self._cut(allowed, options)
             return token_statistics(allowed, backend=backend, **options).ids
 
-        starts = torch.tensor(self.starts, device=logits.device)[:, None]
-        places = (step.positions - starts).masked_fill(step.positions < 0, -1)
+        places = (step.positions - self.prompt_lengths[:, None]).masked_fill(step.positions < 0, -1)
         return Guessed(logits, places, [[] for _ in self.starts], draw)
 
     def _prefixes(self, step: Step, copies: int = 1) -> Prefixes:
