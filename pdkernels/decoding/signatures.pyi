@@ -191,6 +191,7 @@ class Llada(Request, total=False):
     no_end: bool
     late_end: bool
     revise: float
+    speculate: int
     mask_token: int | None
 
 class Dream(Request, total=False):

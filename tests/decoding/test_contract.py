@@ -115,6 +115,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         {"remasking": "random"},
         {"guidance": 1.5},
         {"late_end": True, "top_k": 5},
+        {"block_size": 4, "speculate": 3},
     ],
     "dream": [
         *({"algorithm": name} for name in ("origin", "maskgit_plus", "topk_margin", "confidence_threshold")),
@@ -357,10 +358,11 @@ def has_cache(method: str, form: dict[str, Any]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind", "form"), CASES, ids=label)
 def test_one_read_of_the_device_per_step(method: str, kind: str, form: Any) -> None:
-    """A canvas also reads its trace; a cycle of a draft and its verification is one step. tests/decoding/test_waits.py is the fast
+    """A canvas also reads its trace; a cycle of a draft and its verification is one step. Speculation reads twice a step,
+    whether or not that has a forward. tests/decoding/test_waits.py is the fast
     form, with copies to the device as well."""
     known, (batch, options) = find(method), drawn(method, kind, 0)
-    if "guidance_interval" in form or not (known.fills_canvases or is_usual(method, form)):
+    if "guidance_interval" in form or "speculate" in form or not (known.fills_canvases or is_usual(method, form)):
         return
     options |= {"trace": False, **form}
     if method == "linear_self_speculation":

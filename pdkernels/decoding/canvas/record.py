@@ -60,6 +60,11 @@ class CanvasRecord:
         self._session.forwards += 1
         self._others += sum(self._part)
 
+    def reuse(self) -> None:
+        """The step takes rows of an earlier forward: none is counted, but it has random numbers of its own."""
+        self._session.forwards -= 1
+        self._others -= sum(self._part)
+
     def is_open(self, sequence: int, first: int, last: int) -> bool:
         """Whether a sequence has a mask in a window, as of the last read."""
         return self.mask_token in self.answers[sequence][first:last]

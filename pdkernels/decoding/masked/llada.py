@@ -15,12 +15,14 @@ from pdkernels._validation import check
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Window, blocks_of, checked_masked_model, share
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
+from pdkernels.decoding.masked._speculation import Schedule, fill_speculating
 from pdkernels.decoding.steps import with_defaults
 from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.generation.params import MAX_SCALE
 from pdkernels.generation.session import Session
 
 _OP = "decoding.llada"
+_MOST_STATES = 64
 
 Remasking = Literal["low_confidence", "random"]
 Remainder = Literal["first", "spread"]
@@ -37,6 +39,7 @@ def decode(
     no_end: bool = False,
     late_end: bool = False,
     revise: float = 0.0,
+    speculate: int = 0,
     mask_token: int | None = None,
 ) -> int:
     """Fills `session` block by block, the most confident positions of a block first. A filled position is final, unless
@@ -57,6 +60,9 @@ def decode(
         revise: above 0, a step masks positions of its block again if its forward gives their token less than this
             probability, each position at most once. Steps fill equal shares until the block is full, which may take
             more than `steps`; tokens are reported only then.
+        speculate: further states of the canvas that a forward computes, those that the coming steps may reach. A step
+            whose state is among them needs no forward; the tokens are the same. Without random remasking, guidance and
+            `revise`.
         temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1,
             without filters.
 
@@ -77,8 +83,13 @@ def decode(
     spread = checked_name(_OP, "remainder", remainder, get_args(Remainder)) == "spread"
     checked_number(_OP, "revise", revise, 1.0)
     check(revise == 0 or not spread, _OP, "remainder", "be 'first' with revise, whose shares are equal", remainder)
-    by_confidence = remasking != "random" and not late_end and guidance == 0
+    by_confidence = by_confidence_of_own(remasking, guidance) and not late_end
     check(revise == 0 or by_confidence, _OP, "revise", "be 0 with random remasking, late ends or guidance", revise)
+    if checked_speculation(speculate) > 0:
+        fits = by_confidence_of_own(remasking, guidance) and revise == 0
+        expectation = "be 0 with random remasking, guidance or revise"
+        check(fits, _OP, "speculate", expectation, speculate)
+        return fill_speculating(session, canvas, schedules(canvas, blocks, steps, spread), speculate)
     forward = WholeCanvas(session, canvas)
     if revise > 0:
         return fill_revising(canvas, forward, blocks, steps, revise)
@@ -92,7 +103,10 @@ class LladaSteps(CanvasSteps):
         chosen = with_defaults(decode, options)
         revise, steps = checked_number(_OP, "revise", chosen.pop("revise"), 1.0), chosen["steps"]
         spread = checked_name(_OP, "remainder", chosen.pop("remainder"), get_args(Remainder)) == "spread"
-        self.lacks = self.needs_host = "a `revise` above 0" if revise > 0 else ""
+        speculate = checked_speculation(chosen.pop("speculate"))
+        self.lacks = self.needs_host = (
+            "a `revise` above 0" if revise > 0 else "`speculate` above 0" if speculate else ""
+        )
         canvas, blocks = begin(_OP, session, **chosen)
         rows = [
             (first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks), spread)
@@ -105,6 +119,31 @@ class LladaSteps(CanvasSteps):
         # A sequence that is done stays at its last step, in which nothing is filled.
         first, last, quota = self.schedule[self.number.clamp(max=len(self.schedule) - 1)].unbind(1)
         return first, last, {"quota": quota.contiguous()}
+
+
+def checked_speculation(speculate: int) -> int:
+    valid = type(speculate) is int and 0 <= speculate <= _MOST_STATES
+    check(valid, _OP, "speculate", f"be an int from 0 to {_MOST_STATES}", speculate)
+    return speculate
+
+
+def by_confidence_of_own(remasking: Remasking, guidance: float) -> bool:
+    """Whether the confidence of a state's own logits decides what a step fills."""
+    return remasking != "random" and guidance == 0
+
+
+def schedules(canvas: Canvas, blocks: list[Window], steps: int | None, spread: bool) -> list[Schedule]:
+    """The steps of each sequence; where prompts have masks, a block's are those of its open positions."""
+    counts = [canvas.open_counts(first, last) for first, last in blocks]
+    return [
+        [
+            (window, quota)
+            for window, masks in zip(blocks, own, strict=True)
+            for quota in quotas(masks, steps, len(blocks), spread)
+            if masks
+        ]
+        for own in zip(*counts, strict=True)
+    ]
 
 
 def quotas(masks: int, steps: int | None, blocks: int, spread: bool = False) -> list[int]:
