@@ -224,7 +224,8 @@ class _Compiler(Arrays, Objects):
         spend(len(values))
         if not constraints or not values:
             return Alt(tuple(map(self._exactly, values)))
-        spoken = kinds_of(constraints if kinds is None else {"type": kinds}, place)
+        spoken = [kind for kind, keywords in KEYWORDS.items() if keywords & constraints.keys()]
+        spoken = spoken if kinds is None else kinds_of({"type": kinds}, place)
         branches, checked_values = list[Expression](), list[Any]()
         for value in values:
             if type(value) in (int, float):

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "common multiples": ({"allOf": [{"type": "integer", "multipleOf": 4}, {"multipleOf": 6, "maximum": 50, "minimum": 0}]}, ["0", "12", "48"], ["4", "6", "60"]),
     "large numbers": ({"type": "integer", "format": "int32", "minimum": 5}, ["5", "2147483647"], ["4", "2147483648"]),
     "listed, and a pattern": ({"enum": ["ab", "b", 3, None], "pattern": "^a", "type": ["string", "null"]}, ['"ab"', "null"], ['"b"', "3"]),
+    "listed, a format and a bound": ({"enum": ["b", "2024-02-29", 1, 3], "format": "date", "minimum": 2}, ['"2024-02-29"', "3"], ['"b"', "1"]),
     "not listed": ({"type": "string", "maxLength": 2, "not": {"enum": ["a", "bc"]}}, ['"b"', '""'], ['"a"', '"bc"']),
     "not a pattern": ({"type": "string", "pattern": "^[ab]{1,3}$", "not": {"pattern": "aa"}}, ['"aba"', '"b"'], ['"aab"', '"aa"']),
     "no whole numbers": ({"type": "integer", "minimum": 1, "maximum": 4, "not": {"const": 3}}, ["1", "4"], ["3"]),
