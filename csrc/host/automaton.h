@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
+#include <span>
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
@@ -40,13 +40,40 @@ class TooLarge : public std::runtime_error {
 
 namespace automaton_detail {
 
+// Values of states, those of a state one after another.
+template <class Value>
+class Grouped {
+ public:
+  template <class Values, class State>
+  Grouped(int64_t states, const Values& values, State&& state_of) : first_(states + 1, 0), values_(values.size()) {
+    for (const Value& value : values) ++first_[state_of(value) + 1];
+    for (int64_t state = 0; state < states; ++state) first_[state + 1] += first_[state];
+    std::vector<int64_t> at(first_.begin(), first_.end() - 1);
+    for (const Value& value : values) values_[at[state_of(value)]++] = value;
+  }
+
+  std::span<const Value> of(int64_t state) const {
+    return {values_.data() + first_[state], static_cast<size_t>(first_[state + 1] - first_[state])};
+  }
+
+ private:
+  std::vector<int64_t> first_;
+  std::vector<Value> values_;
+};
+
+struct HashOfStates {
+  size_t operator()(const std::vector<int32_t>& states) const {
+    uint64_t hash = 14695981039346656037ull;  // FNV-1a, a state at a time
+    for (const int32_t state : states) hash = (hash ^ static_cast<uint32_t>(state)) * 1099511628211ull;
+    return static_cast<size_t>(hash ^ hash >> 32);
+  }
+};
+
 // The states that no byte leads away from matter only for their empty edges.
 class Closure {
  public:
   Closure(int64_t states, const std::vector<std::pair<int32_t, int32_t>>& empty, const std::vector<uint8_t>& kept)
-      : empty_(states), kept_(kept), mark_(states, 0) {
-    for (const auto& [from, to] : empty) empty_[from].push_back(to);
-  }
+      : empty_(states, empty, [](const auto& edge) { return edge.first; }), kept_(kept), mark_(states, 0) {}
 
   // Sorted, without the states that are not kept.
   std::vector<int32_t> of(const std::vector<int32_t>& from, int64_t& work) {
@@ -58,7 +85,7 @@ class Closure {
       stack.pop_back();
       ++work;
       if (kept_[state]) found.push_back(state);
-      for (const int32_t next : empty_[state]) push(next, stack);
+      for (const auto& [from, next] : empty_.of(state)) push(next, stack);
     }
     std::sort(found.begin(), found.end());
     return found;
@@ -71,7 +98,7 @@ class Closure {
     stack.push_back(state);
   }
 
-  std::vector<std::vector<int32_t>> empty_;
+  Grouped<std::pair<int32_t, int32_t>> empty_;
   const std::vector<uint8_t>& kept_;
   std::vector<int64_t> mark_;
   int64_t stamp_ = 0;
@@ -112,11 +139,10 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
                                  int64_t max_states, int64_t max_work) {
   std::vector<uint8_t> kept(states, 0);
   kept[accept] = 1;
-  std::vector<std::vector<ByteEdge>> leaving(states);
+  const automaton_detail::Grouped<ByteEdge> leaving(states, edges, [](const ByteEdge& edge) { return edge.from; });
   std::vector<uint8_t> borders(257, 0);  // bytes between two borders are never told apart
   for (const ByteEdge& edge : edges) {
     kept[edge.from] = 1;
-    leaving[edge.from].push_back(edge);
     borders[edge.first] = borders[edge.last + 1] = 1;
   }
   std::vector<int32_t> firsts{0};
@@ -132,9 +158,9 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
 
   int64_t work = 0;
   automaton_detail::Closure closure(states, empty, kept);
-  std::map<std::vector<int32_t>, int32_t> known;
+  std::unordered_map<std::vector<int32_t>, int32_t, automaton_detail::HashOfStates> known;
   std::vector<const std::vector<int32_t>*> sets;
-  std::vector<std::vector<int32_t>> reached;
+  std::vector<int32_t> reached;  // by states and parts
   const auto number = [&](std::vector<int32_t> set) {
     const auto [place, fresh] = known.emplace(std::move(set), static_cast<int32_t>(sets.size()));
     if (fresh) {
@@ -148,14 +174,15 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
   for (size_t at = 0; at < sets.size(); ++at) {
     for (auto& target : targets) target.clear();
     for (const int32_t state : *sets[at]) {
-      for (const ByteEdge& edge : leaving[state]) {
+      for (const ByteEdge& edge : leaving.of(state)) {
         for (int32_t part = part_of[edge.first]; part < part_of[edge.last + 1]; ++part) {
           targets[part].push_back(edge.to);
           ++work;
         }
       }
     }
-    std::vector<int32_t> line(parts, -1);
+    reached.resize((at + 1) * parts, -1);
+    int32_t* line = reached.data() + at * parts;
     for (int64_t part = 0; part < parts; ++part) {
       if (!targets[part].empty()) {
         // Most bytes lead where their neighbours lead.
@@ -164,7 +191,6 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
       }
       if (work > max_work) throw TooLarge("work");
     }
-    reached.push_back(std::move(line));
   }
 
   // Leave out what leads nowhere.
@@ -175,7 +201,8 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
   }
   const std::vector<int32_t> place = automaton_detail::useful(accepting, [&](int32_t state, auto&& use) {
     int32_t last = -1;
-    for (const int32_t to : reached[state]) {
+    for (int64_t part = 0; part < parts; ++part) {
+      const int32_t to = reached[state * parts + part];
       if (to >= 0 && to != last) use(last = to);
     }
   });
@@ -186,7 +213,7 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
     if (place[state] < 0) continue;
     made.accepting.push_back(accepting[state]);
     for (int32_t byte = 0; byte < 256; ++byte) {
-      const int32_t to = reached[state][part_of[byte]];
+      const int32_t to = reached[state * parts + part_of[byte]];
       made.next.push_back(to < 0 ? -1 : place[to]);
     }
   }

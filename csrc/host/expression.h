@@ -6,7 +6,6 @@
 #include <deque>
 #include <map>
 #include <string>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -175,7 +174,8 @@ class Unfolding {
   int32_t tail(const expression_detail::Bytes& line, size_t at, int32_t end) {
     if (at == line.size()) return end;
     const int32_t next = tail(line, at + 1, end);
-    const auto [known, fresh] = tails_.emplace(std::make_tuple(line[at].first, line[at].second, next), 0);
+    const uint64_t bytes = static_cast<uint64_t>(line[at].first) << 8 | line[at].second;
+    const auto [known, fresh] = tails_.emplace(bytes << 32 | static_cast<uint32_t>(next), 0);
     if (fresh) {
       known->second = state();
       edges.push_back({known->second, line[at].first, line[at].second, next});
@@ -289,8 +289,8 @@ class Unfolding {
   int levels_ = 0;
   std::vector<std::vector<expression_detail::Bytes>> lines_;  // of characters, by parts
   std::unordered_map<uint64_t, int32_t> starts_;
-  std::map<std::vector<int32_t>, int32_t> before_;
-  std::map<std::tuple<uint8_t, uint8_t, int32_t>, int32_t> tails_;
+  std::unordered_map<std::vector<int32_t>, int32_t, automaton_detail::HashOfStates> before_;
+  std::unordered_map<uint64_t, int32_t> tails_;
 };
 
 // The automaton of an expression. TooLarge: "levels", "unfolded", "states" or "work".

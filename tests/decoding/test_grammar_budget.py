@@ -12,7 +12,7 @@ import pytest
 from pdkernels.decoding import Grammar
 from pdkernels.grammar.budget import Abandoned, bounded
 from pdkernels.grammar.recursion import cycles
-from tests.decoding.test_grammar_language import drawn
+from tests.support.grammar_texts import drawn
 
 INTEGER = {"type": "integer"}
 STRING = {"type": "string"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdkernels.decoding import Grammar
-from tests.decoding.test_grammar_language import drawn
+from tests.support.grammar_texts import drawn
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER

@@ -12,7 +12,7 @@ import pytest
 
 from pdkernels.decoding import Grammar
 from tests.decoding.test_grammar_keywords import DIGIT, FORMATS, FOUR, WORD, _of
-from tests.decoding.test_grammar_language import drawn
+from tests.support.grammar_texts import drawn
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
