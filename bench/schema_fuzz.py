@@ -26,7 +26,18 @@ COLUMNS = ("compiled", "refused", "empty", "too large", "texts", "values", "miss
 
 def report(found: dict[str, Any]) -> str:
     """A table of the counts."""
-    head = ["texts", "schemas", "compiled", "refused", "of no value", "too large", "texts drawn", "valid values", "of them without a text", "wrong"]
+    head = [
+        "texts",
+        "schemas",
+        "compiled",
+        "refused",
+        "of no value",
+        "too large",
+        "texts drawn",
+        "valid values",
+        "of them without a text",
+        "wrong",
+    ]
     lines = [[row["language"], *(f"{row[name]:,}" for name in ("schemas", *COLUMNS))] for row in found["rows"]]
     return table(head, lines)
 
@@ -52,7 +63,10 @@ def main() -> None:
             print(language, fault, flush=True)
         if seed % 1000 == 999:
             print(seed + 1, {name: dict(tally) for name, tally in tallies.items()}, flush=True)
-    rows = [{"language": language, **{name: tallies[language][name] for name in ("schemas", *COLUMNS)}} for language in LANGUAGES]
+    rows = [
+        {"language": language, **{name: tallies[language][name] for name in ("schemas", *COLUMNS)}}
+        for language in LANGUAGES
+    ]
     write(chosen.to, {"first": chosen.first, "rows": rows})
     print(report({"rows": rows}))
 

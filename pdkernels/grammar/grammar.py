@@ -12,7 +12,7 @@ from pdkernels._validation import check, check_choice, check_text, check_type, r
 from pdkernels.grammar.budget import MAX_STEPS, Spent, bounded, current
 from pdkernels.grammar.context_free import PrefixAutomaton, checked_rules, tokenizer_of
 from pdkernels.grammar.ebnf import parsed_ebnf
-from pdkernels.grammar.language import MAX_STATES, OP, TOO_LARGE, Alt, Expression, TooLarge, compiled, text
+from pdkernels.grammar.language import OP, TOO_LARGE, Alt, Expression, TooLarge, compiled, text
 from pdkernels.grammar.regex import parsed
 from pdkernels.grammar.schema import Schema, Size, parsed_schema
 from pdkernels.grammar.schema_keywords import Unknown, warning_of
@@ -21,6 +21,7 @@ from pdkernels.grammar.vocabulary import Vocabulary, vocabulary_of
 _FAR = 2**31 - 1
 _MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
+_MAX_CHARACTERS = 100_000  # of a choice
 _SIZES = ((256, 64, 2), (32, 64, 1), (8, 1, 0))
 """What is tried in turn where an automaton is too large: bounds, levels of references, and those of free values."""
 _MAX_TRIAL = 150_000  # steps
@@ -84,8 +85,8 @@ class Grammar:
             check_type(isinstance(string, str), OP, "choice", "hold strings", type(string).__name__)
             check_text(OP, string, "choice")
         check(len(texts) > 0, OP, "choice", "hold a string", "none")
-        large = len(texts) + sum(map(len, texts)) > MAX_STATES
-        refuse(large, OP, f"the choice of {len(texts)} strings has more than {MAX_STATES} characters")
+        large = len(texts) + sum(map(len, texts)) > _MAX_CHARACTERS
+        refuse(large, OP, f"the choice of {len(texts)} strings has more than {_MAX_CHARACTERS} characters")
         return cls(Alt(tuple(map(text, texts))), f"the choice {_short(list(texts))}", fill)
 
     @classmethod
@@ -99,18 +100,20 @@ class Grammar:
         longest: int | None = None,
         texts: Literal["usual", "all"] = "usual",
         fit: bool = False,
+        key_order: Literal["schema", "any"] = "schema",
         unknown: Literal["warn", "ignore", "refuse"] = "warn",
         fill: Fill = "each",
     ) -> Grammar:
         """JSON values that satisfy a schema: a dict, a bool, or JSON.
 
-        Properties come in the schema's order. A value of a recursive schema has at most `depth` levels of a reference
+        A value of a recursive schema has at most `depth` levels of a reference
         inside itself.
 
         Args:
             schema: the schema. A keyword of JSON Schema that is not followed is refused.
-            whitespace: a regular expression for the space around brackets, commas and colons. None: at most one space
-                after a comma or a colon.
+            whitespace: None: at most one space after a comma or a colon. "compact": none. "single": one space after each
+                of them, as `json.dumps` writes. "any": any around brackets, commas and colons, or what a regular
+                expression says.
             depth: how often a ``$ref`` may occur inside itself.
             longest: in place of each ``maxLength`` and ``maxItems`` that is larger. Each character up to such a bound
                 is a state, so large ones need more states than an automaton may have.
@@ -121,13 +124,15 @@ class Grammar:
                 before the point, and characters beyond ASCII may be written as ``\\u00e9``.
             fit: where the automaton would be too large, a smaller language whose automaton is not, which a warning
                 names: shorter bounds, as by `longest`, then fewer levels, as by `depth`.
+            key_order: of the properties that a schema names. "schema": as it names them. "any": each order, of objects
+                that have at most 8 named ones.
             unknown: keywords and formats that JSON Schema does not have demand nothing, nor do those for values of other
                 types. "warn" names them in a warning, with the keyword that a misspelt one may mean; "refuse" takes no
                 schema that has them.
 
         Raises:
             ValueError: a schema that nothing satisfies, or whose automaton is too large.
-            NotImplementedError: a keyword of JSON Schema that is not followed.
+            NotImplementedError: a keyword of JSON Schema that is not followed; too many properties for any order.
 
         >>> Grammar.json_schema({"type": "array", "items": {"type": "boolean"}}).matches("[true, false]")
         True
@@ -139,6 +144,7 @@ class Grammar:
             check(longest >= 1, OP, "longest", "be at least 1", longest)
         check_choice(OP, "unknown", unknown, ("warn", "ignore", "refuse"))
         check_choice(OP, "texts", texts, ("usual", "all"))
+        check_choice(OP, "key_order", key_order, ("schema", "any"))
         check_type(type(fit) is bool, OP, "fit", "be a bool", type(fit).__name__)
         annotated: Unknown = {}
         full_size = Size(longest, _checked_depth(depth))
@@ -146,7 +152,9 @@ class Grammar:
         for size in sizes:
             try:
                 with current().at_most(_MAX_TRIAL if fit else MAX_STEPS):
-                    expression = parsed_schema(schema, whitespace, size, annotated, texts == "all")
+                    expression = parsed_schema(
+                        schema, whitespace, size, annotated, texts == "all", any_order=key_order == "any"
+                    )
                     grammar = cls(expression, f"the schema {_short(schema)}", fill)
                 break
             except (TooLarge, Spent):

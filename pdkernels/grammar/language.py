@@ -12,9 +12,9 @@ from pdkernels._validation import check_text, refuse, sentence
 from pdkernels.grammar.budget import OP as OP
 from pdkernels.grammar.budget import WORK_PER_STEP, current, spend
 
-MAX_STATES = 100_000
+MAX_STATES = 150_000
 """Of the nondeterministic automaton: what an expression unfolds to."""
-MAX_DETERMINISTIC = 20_000
+MAX_DETERMINISTIC = 32_768
 _MAX_OF_TEXTS = 65_536
 """Of the automaton of a list of texts: 64 MiB."""
 _MAX_WORK = 20_000_000

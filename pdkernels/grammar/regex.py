@@ -26,6 +26,7 @@ from pdkernels.grammar.language import (
     normal,
     optional,
 )
+from pdkernels.grammar.unicode_classes import without_classes
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser  # type: ignore[attr-defined]
@@ -59,7 +60,8 @@ def parsed(pattern: str, *, search: bool = False, wide: bool = False) -> Express
     check_type(isinstance(pattern, str), OP, "pattern", "be a str", type(pattern).__name__)
     refuse(len(pattern) > MAX_LENGTH, OP, f"the pattern has more than {MAX_LENGTH} characters")
     try:
-        tree = parser.parse(re.sub(r"\(\?<(?![=!])", "(?P<", pattern) if search else pattern)  # names as ECMA has them
+        # Names of groups, and classes of Unicode, as ECMA has them.
+        tree = parser.parse(re.sub(r"\(\?<(?![=!])", "(?P<", without_classes(pattern, wide)) if search else pattern)
     except (re.error, OverflowError) as error:
         fail(OP, "pattern", "be a regular expression", f"{pattern[:80]!r}: {error}")
     except RecursionError:

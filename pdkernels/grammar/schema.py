@@ -59,9 +59,10 @@ def parsed_schema(
     size: Size = USUAL_SIZE,
     unknown: Unknown | None = None,
     complete: bool = False,
+    any_order: bool = False,
 ) -> Expression:
     """The texts that satisfy a schema, as `Grammar.json_schema` describes them; with `complete`, all in the order of its
-    properties. What demands nothing is added to `unknown`.
+    properties, and with `any_order` in every one. What demands nothing is added to `unknown`.
 
     Raises:
         ValueError: not a JSON schema.
@@ -78,14 +79,17 @@ def parsed_schema(
     if '"$id"' in schema_text:  # a part that is there twice may have two bases
         schema = json.loads(schema_text)
     try:
-        return _Compiler(schema, whitespace, size, {} if unknown is None else unknown, complete).value(schema, "#")
+        compiler = _Compiler(schema, whitespace, size, {} if unknown is None else unknown, complete, any_order)
+        return compiler.value(schema, "#")
     except RecursionError:
         raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
 
 
 class _Compiler(Arrays, Objects):
-    def __init__(self, root: Any, whitespace: str | None, size: Size, unknown: Unknown, complete: bool) -> None:
-        super().__init__(root, whitespace, unknown, complete)
+    def __init__(
+        self, root: Any, whitespace: str | None, size: Size, unknown: Unknown, complete: bool, any_order: bool
+    ) -> None:
+        super().__init__(root, whitespace, unknown, complete, any_order)
         (self._longest, self._depth, self._free), self._parts = size, 0
         self._open: dict[str, int] = {}  # how often each reference is being followed
         self._cycles: dict[str, list[str]] | None = None

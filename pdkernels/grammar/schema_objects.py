@@ -49,7 +49,11 @@ class Objects(Parts):
             other_items = (
                 self._others(schema, names, other_properties, property_schemas, place) if self._complete else []
             )
-            content = self._some(pairs, minimum, maximum, either(other_items) if other_items else None)
+            other_item = either(other_items) if other_items else None
+            if self._any_order:
+                content = self._in_any_order(pairs, place, minimum, maximum, other_item)
+            else:
+                content = self._some(pairs, minimum, maximum, other_item)
             return self._enclosed("{", "}", content)
         fault = "minProperties above 1 of an object without properties"
         unsupported(minimum > 1, place, fault, "Its names may repeat.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pdkernels._validation import refuse
@@ -18,6 +19,7 @@ from pdkernels.grammar.language import (
     Repeat,
     Seq,
     Subsequence,
+    either,
     normal,
     optional,
     text,
@@ -26,21 +28,32 @@ from pdkernels.grammar.numbers import POINTED
 from pdkernels.grammar.regex import parsed
 from pdkernels.grammar.schema_flat import Flattener
 from pdkernels.grammar.schema_keywords import Unknown
+from pdkernels.grammar.schema_merge import unsupported
 from pdkernels.grammar.schema_strings import quoted
 
 _WHOLE_WITHOUT_POINT = ("draft-03", "draft-04")
 """Drafts in which 1.0 is no integer."""
+_MAX_ANY_ORDER = 8
+"""Properties whose order is free: each set of those that are there already is a state."""
+_SPACES: dict[str | None, tuple[Expression, Expression]] = {
+    None: (EMPTY, optional(text(" "))),
+    "compact": (EMPTY, EMPTY),
+    "single": (EMPTY, text(" ")),
+    "any": (Repeat(Chars(((9, 10), (13, 13), (32, 32))), 0, None),) * 2,
+}
+"""Around brackets and before commas and colons; after these."""
 
 
 class Parts:
     """Brackets, commas, listed values."""
 
-    def __init__(self, root: Any, whitespace: str | None, unknown: Unknown, complete: bool) -> None:
-        self._flat, self._complete = Flattener(root, unknown), complete
+    def __init__(
+        self, root: Any, whitespace: str | None, unknown: Unknown, complete: bool, any_order: bool = False
+    ) -> None:
+        self._flat, self._complete, self._any_order = Flattener(root, unknown), complete, any_order
         draft = str(root.get("$schema", "")) if isinstance(root, Mapping) else ""
         self._pointed = complete and not any(old in draft for old in _WHOLE_WITHOUT_POINT)
-        gap = EMPTY if whitespace is None else parsed(whitespace)
-        space = optional(text(" ")) if whitespace is None else gap
+        gap, space = _SPACES[whitespace] if whitespace in _SPACES else (parsed(whitespace),) * 2
         wide = any(not {9, 10, 13, 32}.issuperset(range(first, last + 1)) for first, last in _characters(gap))
         refuse(wide, OP, "whitespace matches characters that are no space in JSON", r"Write [ \t\n\r], not \s.")
         self._gap = gap
@@ -53,6 +66,8 @@ class Parts:
     def _exactly(self, value: Any) -> Expression:
         if isinstance(value, Mapping):
             pairs = [Seq((self._exactly(name), self._colon, self._exactly(item))) for name, item in value.items()]
+            if self._any_order:
+                return self._enclosed("{", "}", self._in_any_order([(True, pair) for pair in pairs], "a listed value"))
             return self._enclosed("{", "}", self._joined(pairs))
         if isinstance(value, list):
             return self._enclosed("[", "]", self._joined([self._exactly(item) for item in value]))
@@ -83,6 +98,42 @@ class Parts:
         if other_item is None:
             maximum = maximum if maximum is None or maximum < len(items) else None
         return Subsequence(tuple(items), self._comma, minimum, maximum, other_item)
+
+    def _in_any_order(
+        self,
+        items: Sequence[tuple[bool, Expression]],
+        place: str,
+        minimum: int = 0,
+        maximum: int | None = None,
+        other_item: Expression | None = None,
+    ) -> Expression:
+        """As `_some`, in every order, with `other_item` anywhere."""
+        fault = f"{len(items)} properties in any order, more than {_MAX_ANY_ORDER},"
+        unsupported(len(items) > _MAX_ANY_ORDER, place, fault, "Leave key_order at 'schema'.")
+        needed = sum(1 << n for n, (must, _) in enumerate(items) if must)
+        counted = minimum > 0 or maximum is not None
+
+        @cache
+        def later(there: int, others: int) -> Expression:
+            """What may follow some of the items and so many others."""
+            first = there == 0 and others == 0
+            ways = list[Expression]()
+            if there & needed == needed and there.bit_count() + min(others, 1) >= minimum:
+                ways.append(EMPTY)
+            if maximum is None or there.bit_count() + others < maximum:
+                before = EMPTY if first else self._comma
+                for n, (_, item) in enumerate(items):
+                    if not there >> n & 1:
+                        after = later(there | 1 << n, others if counted else 1)
+                        ways.append(Seq((before, item, after)))
+                if other_item is not None and (maximum is not None or others == 0):
+                    ways.append(Seq((before, other_item, later(there, others + 1))))
+            rest = either(ways)
+            if other_item is None or maximum is not None or others == 0:
+                return rest
+            return Seq((Repeat(Seq((self._comma, other_item)), 0, None), rest))
+
+        return later(0, 0)
 
 
 def _characters(expression: Expression) -> Ranges:
