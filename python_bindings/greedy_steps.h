@@ -49,6 +49,9 @@ inline std::tuple<Tensor> greedy_steps(const GreedyInputs& in) {
                                            in.sin,
                                            {},
                                            {},
+                                           {},
+                                           {},
+                                           {},
                                            in.plan});
   OptionalWritten lengths;
   lengths.emplace(in.lengths);

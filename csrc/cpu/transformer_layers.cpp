@@ -127,16 +127,24 @@ class Layers {
     const RowsView added = view(memory_.added), residual = view(memory_.residual);
     norm(first ? x_ : added, first ? RowsView{} : residual, layer.attention_norm, view(memory_.input));
     multiply(layer.qkv, memory_.normed, args_.width, memory_.qkv);
+    add_lora(number, LoraMatrix::kQkv, layer.qkv, memory_.normed, args_.width, memory_.qkv);
     if (layer.q_norm != nullptr) norm_heads(layer);
     apply_rope(rope_);
     for (int i = 0; attention_.codes && i < 2; ++i) run(quantize_[i]);
     attend(number);
-    multiply(layer.output, memory_.mixed, attention_.q_heads * attention_.head_dim, memory_.added);
+    const int64_t mixed_width = attention_.q_heads * attention_.head_dim;
+    multiply(layer.output, memory_.mixed, mixed_width, memory_.added);
+    add_lora(number, LoraMatrix::kOutput, layer.output, memory_.mixed, mixed_width, memory_.added);
     norm(added, first ? x_ : view(memory_.input), layer.mlp_norm, residual);
     if (const MixtureMlp* mixture = layer.mixture()) {
       compute_mixture(*mixture);
     } else {
-      compute_mlp(*layer.dense(), memory_.added);
+      const Mlp& mlp = *layer.dense();
+      multiply(mlp.gate_up, memory_.normed, args_.width, memory_.gate_up);
+      add_lora(number, LoraMatrix::kGateUp, mlp.gate_up, memory_.normed, args_.width, memory_.gate_up);
+      gate(mlp);
+      multiply(mlp.down, memory_.gated, mlp.inner(), memory_.added);
+      add_lora(number, LoraMatrix::kDown, mlp.down, memory_.gated, mlp.inner(), memory_.added);
     }
   }
 
@@ -189,20 +197,61 @@ class Layers {
         matrix.args);
   }
 
-  void compute_mlp(const Mlp& mlp, void* out) const {
+  // Adds to `out`, the product of `x` with a matrix, what the rows' adapters make of `x`.
+  void add_lora(int64_t number, LoraMatrix which, const LayerMatrix& matrix, char* x, int64_t width, char* out) const {
+    for (int64_t i = 0; i < args_.lora_count; ++i) {
+      const LoraGroup& group = args_.lora[i];
+      const std::vector<LoraPair>& pairs = group.layers[number].of(which);
+      if (pairs.empty()) continue;
+      const RowsView own{group_rows(group, x, width * size_), width};
+      for (const LoraPair& pair : pairs) {
+        if (pair.a.width != width || pair.first + pair.b.outputs > matrix.outputs) {
+          throw std::runtime_error("pdkernels: an adapter does not fit a matrix");
+        }
+        LinearArgs a = pair.a, b = pair.b;
+        a.set_rows(own, group.count, memory_.lora_inner, memory_.scratch);
+        run(a);
+        b.set_rows(a.out, group.count, memory_.lora_out, memory_.scratch);
+        run(b);
+        add_rows(group, b.out, b.outputs, {out + pair.first * size_, matrix.outputs});
+      }
+    }
+  }
+  // The rows of a group, one after the other.
+  char* group_rows(const LoraGroup& group, char* x, int64_t bytes) const {
+    if (group.contiguous()) return x + group.rows[0] * bytes;
+    for (int64_t i = 0; i < group.count; ++i) {
+      std::memcpy(memory_.lora_in + i * bytes, x + group.rows[i] * bytes, bytes);
+    }
+    return memory_.lora_in;
+  }
+  void add_rows(const LoraGroup& group, const RowsView& from, int64_t width, const RowsView& to) const {
+    AddRmsNormArgs args;
+    args.element = attention_.element, args.width = width, args.eps = args_.eps;
+    args.weight = nullptr, args.next = {}, args.next_weight = nullptr;
+    const int64_t together = group.contiguous() ? group.count : 1;
+    for (int64_t i = 0; i < group.count; i += together) {
+      const RowsView rows{static_cast<char*>(to.data) + group.rows[i] * to.row_stride * size_, to.row_stride};
+      args.rows = together, args.x = args.y = rows;
+      args.residual = {static_cast<char*>(from.data) + i * from.row_stride * size_, from.row_stride};
+      run(args);
+    }
+  }
+
+  void gate(const Mlp& mlp) const {
     const int64_t inner = mlp.inner();
-    multiply(mlp.gate_up, memory_.normed, args_.width, memory_.gate_up);
-    SiluAndMulArgs gate;
-    gate.element = attention_.element, gate.rows = rows_, gate.width = inner;
-    gate.x = {memory_.gate_up, 2 * inner}, gate.out = {memory_.gated, inner};
-    run(gate);
-    multiply(mlp.down, memory_.gated, inner, out);
+    SiluAndMulArgs args;
+    args.element = attention_.element, args.rows = rows_, args.width = inner;
+    args.x = {memory_.gate_up, 2 * inner}, args.out = {memory_.gated, inner};
+    run(args);
   }
 
   void compute_mixture(const MixtureMlp& mixture) const {
     ExpertsArgs args;
     if (mixture.shared) {
-      compute_mlp(*mixture.shared, memory_.shared);
+      multiply(mixture.shared->gate_up, memory_.normed, args_.width, memory_.gate_up);
+      gate(*mixture.shared);
+      multiply(mixture.shared->down, memory_.gated, mixture.shared->inner(), memory_.shared);
       args.plus = view(memory_.shared);
     }
     args.experts = &mixture.experts, args.element = attention_.element;

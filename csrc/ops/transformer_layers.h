@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ops/experts.h"
+#include "ops/lora.h"
 #include "ops/speculative_attention.h"
 #include "ops/transformer_ops.h"
 
@@ -69,6 +70,9 @@ struct TransformerLayersArgs {
   int64_t k_cache_stride, v_cache_stride;
   ApplyRopeArgs rope;  // tables and positions; without these, rows follow the cached ones
   RouterFunctions* router_functions;
+  const LoraGroup* lora = nullptr;  // rows with adapters of their own, each in one group
+  int64_t lora_count = 0;
+  LoraSizes lora_sizes;
   char* memory;  // memory_bytes()
 
   int64_t rows() const { return attention.rows(); }
@@ -88,6 +92,7 @@ struct LayersMemory {
   char *embedded, *residual, *added;
   int64_t *ids, *positions;
   char *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
+  char *lora_in, *lora_inner, *lora_out;
   char* codes;  // of new keys and values
   float *lse, *parts, *parts_lse;
 
@@ -111,6 +116,11 @@ struct LayersMemory {
       scratch_bytes = std::max(scratch_bytes, matrix.scratch_bytes(rows));
     };
     if (args.head != nullptr) include(*args.head);
+    const int64_t adapted = args.lora_count > 0 ? rows : 0;
+    lora_in = memory.take(adapted * args.lora_sizes.width * size);
+    lora_inner = memory.take(adapted * args.lora_sizes.rank * size);
+    lora_out = memory.take(adapted * args.lora_sizes.outputs * size);
+    scratch_bytes = std::max(scratch_bytes, args.lora_sizes.scratch_bytes(adapted));
     for (int64_t i = 0; i < args.layer_count; ++i) {
       const LayerArgs& layer = args.layers[i];
       include(layer.qkv), include(layer.output);

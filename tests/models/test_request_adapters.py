@@ -105,6 +105,13 @@ def test_a_row_has_the_same_bits_in_any_batch(model: Any) -> None:
     assert len({row.sum().item() for row in mixed}) == 4
 
 
+def test_the_op_of_all_layers_computes_what_the_layers_do(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, tokens = ["wide", None, "small", "middle", "wide", "small"], torch.tensor([list(b"def add(a, b):")])
+    found = logits(model, names, tokens)
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "0")
+    assert torch.equal(found, logits(model, names, tokens))
+
+
 def test_packed_rows_have_the_bits_of_padded_ones(model: Any) -> None:
     names, lengths = ["wide", None, "small"], [3, 5, 4]
     texts = [list(b"import os")[:length] for length in lengths]

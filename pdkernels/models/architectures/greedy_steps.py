@@ -76,7 +76,7 @@ class GreedySteps:
         """Runs up to so many steps, fewer if nothing is pending any more, and returns the table after each of them.
         None: they must run part by part."""
         model, cache = self._model, self._cache
-        if not model.is_plain or not torch.is_inference_mode_enabled():
+        if not model.is_plain or not torch.is_inference_mode_enabled() or cache.adapters is not None:
             return None
         plan, rotation = plan_of(cache, 1, None), model._rope(cache.capacity + 1)
         if plan is None or not whole_step.serves(self._table, cache, rotation):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,10 +41,12 @@ class LoraAdapter:
     Attributes:
         name: as requests name it.
         layers: of each layer, the pairs of its matrices by `MATRICES`.
+        bound: its tensors as the op of all layers takes them; None: it has not run there.
     """
 
     def __init__(self, name: str, layers: Sequence[dict[str, list[LoraPair]]]) -> None:
         self.name, self.layers = name, list(layers)
+        self.bound: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"LoraAdapter({self.name!r})"
@@ -61,8 +64,12 @@ class LoraAdapter:
             found.update(b"layer")
         return found.hexdigest()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "bound": None}
+
     def apply_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces its tensors, as ``Module._apply`` does those of a module."""
+        self.bound = None
         self.__dict__.pop("digest", None)
         for layer in self.layers:
             for pairs in layer.values():
@@ -72,8 +79,11 @@ class LoraAdapter:
 class AdaptedRows(NamedTuple):
     """The rows of a forward that have an adapter, sorted by it."""
 
-    groups: tuple[tuple[LoraAdapter, Tensor], ...]
-    """Each adapter with the int64 numbers of its rows, ascending, in the flat ``(batch * rows,)``."""
+    adapters: list[LoraAdapter]
+    rows: Tensor
+    """int64, in the flat ``(batch * rows,)``: numbers of the rows of each adapter, ascending, one after the other."""
+    ends: list[int]
+    """Where those of each adapter end."""
 
     @classmethod
     def of(
@@ -85,22 +95,21 @@ class AdaptedRows(NamedTuple):
             return None
         places: dict[LoraAdapter, list[int]] = {}
         for sequence, adapter in enumerate(adapters):
-            if adapter is not None:
-                begin = sequence * rows if ends is None else ends[sequence]
-                end = begin + rows if ends is None else ends[sequence + 1]
+            begin = sequence * rows if ends is None else ends[sequence]
+            end = begin + rows if ends is None else ends[sequence + 1]
+            if adapter is not None and begin < end:
                 places.setdefault(adapter, []).extend(range(begin, end))
-        groups = ((adapter, numbers) for adapter, numbers in places.items() if numbers)
-        return cls(tuple((adapter, torch.tensor(numbers).to(device)) for adapter, numbers in groups))
+        numbers = torch.tensor([number for own in places.values() for number in own], dtype=torch.int64)
+        return cls([*places], numbers.to(device), [*accumulate(map(len, places.values()))]) if places else None
 
     def add(self, product: Tensor, x: Tensor, matrix: str, layer: int) -> Tensor:
         """`product` with what the pairs of a layer's matrix add to it, in place."""
-        flat, inputs = product.view(-1, product.shape[-1]), x.flatten(0, -2)
-        for adapter, rows in self.groups:
-            pairs = adapter.layers[layer].get(matrix)
-            if pairs is None:
-                continue
-            own = inputs[rows]
-            for first, a, b in pairs:
-                outputs = slice(first, first + len(b))
-                flat[rows, outputs] = flat[rows, outputs] + linear(linear(own, a), b)
+        flat, inputs, begin = product.view(-1, product.shape[-1]), x.flatten(0, -2), 0
+        for adapter, end in zip(self.adapters, self.ends, strict=True):
+            rows, begin = self.rows[begin:end], end
+            if pairs := adapter.layers[layer].get(matrix):
+                own = inputs[rows]
+                for first, a, b in pairs:
+                    outputs = slice(first, first + len(b))
+                    flat[rows, outputs] = flat[rows, outputs] + linear(linear(own, a), b)
         return product

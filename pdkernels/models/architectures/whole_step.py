@@ -30,12 +30,14 @@ from pdkernels.models.architectures.attention import NewRows, check_mask, plan_o
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import ExpertLayer
 from pdkernels.models.architectures.layer import Layer
+from pdkernels.models.architectures.lora import MATRICES, AdaptedRows, LoraAdapter
 from pdkernels.models.architectures.rope import Rotation
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
 OP = "transformer_layers_"
 BIND = "bind_transformer"
+BIND_ADAPTER = "bind_adapter"
 
 # In the order of `ParameterReader` in python_bindings/transformer_parameters.h: a bias follows its matrix.
 NAMES = (
@@ -115,6 +117,31 @@ class BindArguments(NamedTuple):
     routing: RoutingArguments
 
 
+class AdapterArguments(NamedTuple):
+    """The arguments of `BIND_ADAPTER`; `AdapterInputs` in python_bindings/lora.h."""
+
+    norm: Tensor
+    tensors: list[Tensor]
+    """The halves of each pair."""
+    layers: list[int]
+    matrices: list[int]
+    """By their places in `MATRICES`."""
+    firsts: list[int]
+    layer_count: int
+
+    @classmethod
+    def of(cls, adapter: LoraAdapter, norm: Tensor) -> AdapterArguments:
+        arguments = cls(norm, [], [], [], [], len(adapter.layers))
+        for number, layer in enumerate(adapter.layers):
+            for matrix, pairs in layer.items():
+                for first, a, b in pairs:
+                    arguments.tensors.extend((a, b))
+                    arguments.layers.append(number)
+                    arguments.matrices.append(MATRICES.index(matrix))
+                    arguments.firsts.append(first)
+        return arguments
+
+
 class LayersArguments(NamedTuple):
     """The arguments of `OP`; `LayersInputs` in python_bindings/transformer_layers.h."""
 
@@ -137,13 +164,19 @@ class LayersArguments(NamedTuple):
     """None: those after the cached rows."""
     starts: list[Tensor | None]
     """Of each layer; empty: all see their rows from the first one on."""
+    adapters: list[Tensor]
+    adapted_rows: Tensor | None
+    adapted_ends: list[int]
+    """As in `AdaptedRows`."""
     plan: PlanArguments
 
 
 # Not among the public ops: they serve the models alone, have no other device, and their reference is `Layer`.
 LIBRARY.define(f"{BIND}({schema_of(BindArguments)}) -> Tensor bound")
+LIBRARY.define(f"{BIND_ADAPTER}({schema_of(AdapterArguments)}) -> Tensor bound")
 LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=['k_cache', 'v_cache'])}) -> (Tensor hidden, Tensor logits)")
 _bind = getattr(getattr(torch.ops, NAMESPACE), BIND).default
+_bind_adapter = getattr(getattr(torch.ops, NAMESPACE), BIND_ADAPTER).default
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
 
@@ -248,7 +281,7 @@ def asked() -> bool:
 def run_layers(model: Any, x: Tensor, rows: NewRows, first: int, end: int) -> Tensor | None:
     """What layer `end` of a model gets if layer `first` gets `x`; None: they must run one by one."""
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
-    fits = rotation.positions is not None and x.is_floating_point() and rows.lora is None
+    fits = rotation.positions is not None and x.is_floating_point()
     if cache is None or not isinstance(plan, TilePlan) or not fits:
         return None
     if not fused.enabled(x) or not serves(x, cache, rotation):
@@ -262,6 +295,7 @@ def run_layers(model: Any, x: Tensor, rows: NewRows, first: int, end: int) -> Te
         rotation,
         [seen.starts for seen in rows.seen[first:end]],
         plan,
+        rows.lora,
     )
     return None if found is None else found[0]
 
@@ -282,7 +316,8 @@ def run_forward(
     if not serves(tokens, cache, table):
         return None
     check_mask("Transformer", mask, batch, rows, tokens.device)
-    return _results(model, tokens, (0, config.layers, with_logits), cache, (counts, None), table, [], plan)
+    lora = AdaptedRows.of(cache.adapters, rows, None, tokens.device)
+    return _results(model, tokens, (0, config.layers, with_logits), cache, (counts, None), table, [], plan, lora)
 
 
 def _results(
@@ -294,19 +329,29 @@ def _results(
     rotation: Rotation,
     starts: list[Tensor | None],
     plan: TilePlan,
+    lora: AdaptedRows | None,
 ) -> tuple[Tensor, Tensor] | None:
     bound = model.binding.of(model)
     if bound is None:
         return None
-    arguments = LayersArguments(
-        bound, x, *parts, cache.k, cache.v, cache.lengths, *rows, cache.block_table, plan.q_len,
-        rotation.cos, rotation.sin, rotation.positions, starts, plan.arguments,
-    )  # fmt: skip
+    adapted: tuple[list[Tensor], Tensor | None, list[int]] = ([], None, [])
     try:
+        if lora is not None:
+            adapted = [_bound_adapter(adapter, model.norm) for adapter in lora.adapters], lora.rows, lora.ends
+        arguments = LayersArguments(
+            bound, x, *parts, cache.k, cache.v, cache.lengths, *rows, cache.block_table, plan.q_len,
+            rotation.cos, rotation.sin, rotation.positions, starts, *adapted, plan.arguments,
+        )  # fmt: skip
         results: tuple[Tensor, Tensor] = run_counted(_run, (*arguments[:-1], *arguments.plan), _WRITES)
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return results
+
+
+def _bound_adapter(adapter: LoraAdapter, norm: Tensor) -> Tensor:
+    if adapter.bound is None:
+        adapter.bound = _bind_adapter(*AdapterArguments.of(adapter, norm))
+    return adapter.bound
 
 
 def serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:
@@ -317,5 +362,5 @@ def serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:
         return False
     if type(x) is not Tensor or x.device.type != "cpu" or rotation.query_scale is not None:
         return False
-    fits = type(cache.k) is type(cache.v) is Tensor and cache.adapters is None
+    fits = type(cache.k) is type(cache.v) is Tensor
     return fits and resolve("linear", "auto", x.device) == "native" and asked()
