@@ -39,7 +39,7 @@ def random_adapter(name: str, modules: tuple[str, ...], dtype: torch.dtype) -> L
         pairs: dict[str, list[LoraPair]] = {}
         for module in modules:
             matrix, first, outputs, width = _PARTS[module]
-            a, b = (torch.randn(shape).mul(0.02).to(dtype) for shape in ((_RANK, width), (outputs, _RANK)))
+            a, b = (torch.randn(shape).mul(0.02).to(dtype) for shape in ((_RANK, width), (_RANK, outputs)))
             pairs.setdefault(matrix, []).append(LoraPair(first, a, b))
         layers.append(pairs)
     return LoraAdapter(name, layers)

@@ -50,8 +50,6 @@ inline std::tuple<Tensor> greedy_steps(const GreedyInputs& in) {
                                            {},
                                            {},
                                            {},
-                                           {},
-                                           {},
                                            in.plan});
   OptionalWritten lengths;
   lengths.emplace(in.lengths);

@@ -25,13 +25,11 @@ struct LayersInputs {
   Tensor cos, sin;
   OptionalTensor positions;            // absent: those after the cached rows
   std::vector<OptionalTensor> starts;  // of each layer, or none at all
-  Tensors adapters;                    // of bind_adapter
-  OptionalTensor adapted_rows;         // (rows,) int64: numbers of the rows of each adapter, one after the other
-  std::vector<int64_t> adapted_ends;   // where those of each end
+  AdaptedInputs adapted;
   PlanInputs plan;
   auto fields() const {
     return std::tie(bound, x, first, end, with_logits, k_cache, v_cache, lengths, counts, cu_seqlens, block_table,
-                    longest, cos, sin, positions, starts, adapters, adapted_rows, adapted_ends, plan);
+                    longest, cos, sin, positions, starts, adapted, plan);
   }
 };
 
@@ -75,31 +73,6 @@ inline std::vector<IndexView> unpack_starts(const LayersInputs& in, const Specul
   return starts;
 }
 
-// The rows of each adapter.
-inline std::vector<LoraGroup> unpack_lora(const LayersInputs& in, int64_t layers, TransformerLayersArgs& args) {
-  std::vector<LoraGroup> groups;
-  if (in.adapters.empty()) return groups;
-  PDK_CHECK(in.adapters.size() == in.adapted_ends.size() && in.adapted_rows.has_value());
-  const Tensor& rows = *in.adapted_rows;
-  PDK_CHECK(rows.dim() == 1 && rows.scalar_type() == ScalarType::Long && rows.is_contiguous());
-  const auto* numbers = static_cast<const int64_t*>(rows.data_ptr());
-  const int64_t all = in.x.size(0) * in.x.size(1);
-  int64_t begin = 0;
-  for (size_t i = 0; i < in.adapters.size(); ++i) {
-    const BoundAdapter& adapter = BoundAdapter::of(in.adapters[i]);
-    const int64_t end = in.adapted_ends[i];
-    PDK_CHECK(static_cast<int64_t>(adapter.layers().size()) == layers && begin < end && end <= rows.size(0));
-    for (int64_t at = begin; at < end; ++at) {
-      PDK_CHECK(numbers[at] >= 0 && numbers[at] < all && (at == begin || numbers[at - 1] < numbers[at]));
-    }
-    groups.push_back({adapter.layers().data() + in.first, numbers + begin, end - begin});
-    args.lora_sizes.include(adapter.sizes().width, adapter.sizes().rank, adapter.sizes().outputs);
-    begin = end;
-  }
-  args.lora_count = static_cast<int64_t>(groups.size());
-  return groups;
-}
-
 // The arguments of the kernel, and what they point to.
 struct PreparedLayers {
   std::shared_ptr<const TransformerArgs> parameters;
@@ -136,8 +109,8 @@ struct PreparedLayers {
     PDK_CHECK(in.starts.empty() || static_cast<int64_t>(in.starts.size()) == args.layer_count);
     starts = unpack_starts(in, args.attention);
     args.starts = starts.empty() ? nullptr : starts.data();
-    lora = unpack_lora(in, given.layers, args);
-    args.lora = lora.data();
+    lora = unpack_lora(in.adapted, given.layers, in.first, entries * rows, args.lora_sizes);
+    args.lora = lora.data(), args.lora_count = static_cast<int64_t>(lora.size());
     out = torch::stable::new_empty(given.norm, {entries, rows, args.width});
     args.out = {out.data_ptr(), args.width};
     args.head = in.with_logits ? &parameters->head : nullptr;

@@ -10,7 +10,7 @@ import torch
 
 from pdkernels import _native
 from pdkernels.generation import next_token
-from pdkernels.models.architectures import greedy_steps, whole_step
+from pdkernels.models.architectures import greedy_steps, lora, whole_step
 from pdkernels.ops.library import NAMESPACE, OPS
 
 BINDINGS = Path(__file__).resolve().parent.parent / "python_bindings"
@@ -19,7 +19,7 @@ HEADERS = {path.name: path.read_text() for path in sorted(BINDINGS.glob("[!h]*.h
 SOURCE = "\n".join(HEADERS.values())
 LONGEST = 260
 # Ops that serve models and decoders alone, on the CPU.
-INTERNAL = {whole_step.OP, whole_step.BIND, greedy_steps.OP, next_token.OP}
+INTERNAL = {whole_step.OP, whole_step.BIND, greedy_steps.OP, next_token.OP, lora.BIND, lora.ADD}
 IMPLEMENTED = dict(re.findall(r'^PDK_IMPL\("(\w+)", (\w+)\)', SOURCE, re.MULTILINE))
 
 # What reads, writes or copies the elements of a tensor, and what runs a loop over them.
@@ -128,7 +128,7 @@ def test_a_binding_takes_the_fields_of_the_schema(op: str) -> None:
         ("int64_t first, end;  // layers", "int64_t end, first, unused;"),
         ("Tensor cos, sin;\n  OptionalTensor positions;", "int64_t cos, sin;\n  OptionalTensor positions;"),
         ("Written k_cache, v_cache;  // of all layers", "Tensor k_cache, v_cache;"),
-        ("positions, starts, plan", "positions, plan, starts"),
+        ("positions, starts, adapted, plan", "positions, adapted, plan, starts"),
     ],
 )
 def test_another_order_or_kind_is_noticed(before: str, after: str) -> None:

@@ -199,43 +199,11 @@ class Layers {
 
   // Adds to `out`, the product of `x` with a matrix, what the rows' adapters make of `x`.
   void add_lora(int64_t number, LoraMatrix which, const LayerMatrix& matrix, char* x, int64_t width, char* out) const {
-    for (int64_t i = 0; i < args_.lora_count; ++i) {
-      const LoraGroup& group = args_.lora[i];
-      const std::vector<LoraPair>& pairs = group.layers[number].of(which);
-      if (pairs.empty()) continue;
-      const RowsView own{group_rows(group, x, width * size_), width};
-      for (const LoraPair& pair : pairs) {
-        if (pair.a.width != width || pair.first + pair.b.outputs > matrix.outputs) {
-          throw std::runtime_error("pdkernels: an adapter does not fit a matrix");
-        }
-        LinearArgs a = pair.a, b = pair.b;
-        a.set_rows(own, group.count, memory_.lora_inner, memory_.scratch);
-        run(a);
-        b.set_rows(a.out, group.count, memory_.lora_out, memory_.scratch);
-        run(b);
-        add_rows(group, b.out, b.outputs, {out + pair.first * size_, matrix.outputs});
-      }
-    }
-  }
-  // The rows of a group, one after the other.
-  char* group_rows(const LoraGroup& group, char* x, int64_t bytes) const {
-    if (group.contiguous()) return x + group.rows[0] * bytes;
-    for (int64_t i = 0; i < group.count; ++i) {
-      std::memcpy(memory_.lora_in + i * bytes, x + group.rows[i] * bytes, bytes);
-    }
-    return memory_.lora_in;
-  }
-  void add_rows(const LoraGroup& group, const RowsView& from, int64_t width, const RowsView& to) const {
-    AddRmsNormArgs args;
-    args.element = attention_.element, args.width = width, args.eps = args_.eps;
-    args.weight = nullptr, args.next = {}, args.next_weight = nullptr;
-    const int64_t together = group.contiguous() ? group.count : 1;
-    for (int64_t i = 0; i < group.count; i += together) {
-      const RowsView rows{static_cast<char*>(to.data) + group.rows[i] * to.row_stride * size_, to.row_stride};
-      args.rows = together, args.x = args.y = rows;
-      args.residual = {static_cast<char*>(from.data) + i * from.row_stride * size_, from.row_stride};
-      run(args);
-    }
+    LoraAddArgs args;
+    args.element = attention_.element, args.groups = args_.lora, args.group_count = args_.lora_count;
+    args.layer = number, args.matrix = which, args.x = {x, width}, args.out = {out, matrix.outputs}, args.width = width;
+    args.memory = memory_.lora;
+    lora_add(args);
   }
 
   void gate(const Mlp& mlp) const {

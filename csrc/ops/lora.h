@@ -5,14 +5,17 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/memory_parts.h"
 #include "ops/linear.h"
+#include "ops/low_rank.h"
 
 namespace pdkernels {
 
 // b a, for the outputs of a matrix from `first` on.
 struct LoraPair {
-  LinearArgs a, b;
-  int64_t first;
+  LinearArgs a;
+  const void* b;  // (rank, outputs)
+  int64_t outputs, first;
 };
 
 // In the order of MATRICES in lora.py.
@@ -20,23 +23,13 @@ enum class LoraMatrix { kQkv, kOutput, kGateUp, kDown, kCount };
 
 struct LoraLayer {
   std::vector<LoraPair> pairs[static_cast<int>(LoraMatrix::kCount)];
-
-  const std::vector<LoraPair>& of(LoraMatrix matrix) const { return pairs[static_cast<int>(matrix)]; }
 };
 
 // The most that a row of any pair needs, in elements.
 struct LoraSizes {
-  int64_t width = 0, rank = 0, outputs = 0;
+  int64_t width = 0, rank = 0;
 
-  void include(int64_t pair_width, int64_t pair_rank, int64_t pair_outputs) {
-    width = std::max(width, pair_width), rank = std::max(rank, pair_rank), outputs = std::max(outputs, pair_outputs);
-  }
-  // Of a product with rows of this width, however they are stored.
-  int64_t scratch_bytes(int64_t rows) const {
-    LinearArgs args;
-    args.element = args.weight_element = Element::kBfloat16, args.width = std::max(width, rank);
-    return args.scratch_bytes(rows);
-  }
+  void include(const LoraSizes& other) { width = std::max(width, other.width), rank = std::max(rank, other.rank); }
 };
 
 // The rows of one adapter.
@@ -45,7 +38,41 @@ struct LoraGroup {
   const int64_t* rows;      // their numbers, ascending
   int64_t count;
 
+  // Whether they are numbers below `all`, each above the one before.
+  bool ascending(int64_t all) const {
+    for (int64_t i = 1; i < count; ++i) {
+      if (rows[i - 1] >= rows[i]) return false;
+    }
+    return rows[0] >= 0 && rows[count - 1] < all;
+  }
   bool contiguous() const { return rows[count - 1] - rows[0] == count - 1; }
 };
+
+// The memory for all groups in turn.
+struct LoraMemory {
+  char *own = nullptr, *inner = nullptr, *scratch = nullptr;
+
+  LoraMemory() = default;
+  LoraMemory(const LoraSizes& sizes, Element element, int64_t rows, MemoryParts& memory) {
+    LinearArgs widest;
+    widest.element = widest.weight_element = Element::kBfloat16, widest.width = sizes.width;
+    own = memory.take(rows * sizes.width * bytes_of(element));
+    inner = memory.take(rows * sizes.rank * bytes_of(element)), scratch = memory.take(widest.scratch_bytes(rows));
+  }
+};
+
+// out += b a x, for the rows of each group.
+struct LoraAddArgs {
+  Element element;
+  const LoraGroup* groups;
+  int64_t group_count, layer;
+  LoraMatrix matrix;
+  RowsView x, out;  // out contiguous
+  int64_t width;    // of x
+  LoraMemory memory;
+};
+
+// Throws std::runtime_error for a pair that does not fit, before anything is written for its group.
+PDK_KERNEL(lora_add, LoraAddArgs)
 
 }  // namespace pdkernels

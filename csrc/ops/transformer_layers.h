@@ -92,11 +92,12 @@ struct LayersMemory {
   char *embedded, *residual, *added;
   int64_t *ids, *positions;
   char *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
-  char *lora_in, *lora_inner, *lora_out;
+  LoraMemory lora;
   char* codes;  // of new keys and values
   float *lse, *parts, *parts_lse;
 
-  LayersMemory(const TransformerLayersArgs& args, MemoryParts& memory) {
+  LayersMemory(const TransformerLayersArgs& args, MemoryParts& memory)
+      : lora(args.lora_sizes, args.attention.element, args.lora_count > 0 ? args.rows() : 0, memory) {
     const SpeculativeArgs& attention = args.attention;
     const int64_t rows = args.rows(), size = bytes_of(attention.element), head_bytes = attention.head_dim * size;
     const auto take_rows = [&] { return memory.take(rows * args.width * size); };
@@ -116,11 +117,6 @@ struct LayersMemory {
       scratch_bytes = std::max(scratch_bytes, matrix.scratch_bytes(rows));
     };
     if (args.head != nullptr) include(*args.head);
-    const int64_t adapted = args.lora_count > 0 ? rows : 0;
-    lora_in = memory.take(adapted * args.lora_sizes.width * size);
-    lora_inner = memory.take(adapted * args.lora_sizes.rank * size);
-    lora_out = memory.take(adapted * args.lora_sizes.outputs * size);
-    scratch_bytes = std::max(scratch_bytes, args.lora_sizes.scratch_bytes(adapted));
     for (int64_t i = 0; i < args.layer_count; ++i) {
       const LayerArgs& layer = args.layers[i];
       include(layer.qkv), include(layer.output);

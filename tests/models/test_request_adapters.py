@@ -12,7 +12,7 @@ import torch
 import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.models import load_adapter, unload_adapter
-from tests.support.lora import random_adapter
+from tests.support.lora import MODULES, random_adapter
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -110,6 +110,27 @@ def test_the_op_of_all_layers_computes_what_the_layers_do(model: Any, monkeypatc
     found = logits(model, names, tokens)
     monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "0")
     assert torch.equal(found, logits(model, names, tokens))
+
+
+@pytest.mark.parametrize("kind", ["windows", "experts"])
+def test_other_layers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts, the matrices of attention."""
+    others: dict[str, Any] = {"windows": (pd.models.Window(3), None)}
+    if kind == "experts":
+        others = {"experts": pd.models.ExpertsConfig(count=4, per_token=2, intermediate_size=32)}
+    sizes: dict[str, int] = {"vocab_size": 99, "hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2}
+    config = pd.models.TransformerConfig(**sizes, head_dim=16, intermediate_size=48, **others)
+    torch.manual_seed(0)
+    model = pd.models.Transformer(config).requires_grad_(False)
+    modules = MODULES if kind == "windows" else "(q|v|o)_proj"
+    for seed, name in enumerate(("a", "b")):
+        load_adapter(model, name, random_adapter(model, tmp_path / name, 4, seed, modules=modules, size=0.5))
+    names: list[str | None] = ["a", None, "b", "a"]
+    mixed = logits(model, names)
+    for row, name in zip(mixed, names, strict=True):
+        assert torch.equal(row, logits(model, [name])[0])
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "0")
+    assert torch.equal(mixed, logits(model, names)) and not torch.equal(mixed[0], mixed[1])
 
 
 def test_packed_rows_have_the_bits_of_padded_ones(model: Any) -> None:

@@ -1,5 +1,6 @@
 // The ops between a transformer's matrix products. Rows are independent work items; a row is too short to be split.
 #include "kernels.h"
+#include "ops/low_rank.h"
 #include "ops/transformer_ops_backward.h"
 #include "ops/weighted_rows.h"
 #include "rms_norm.h"
@@ -43,6 +44,30 @@ void weighted_rows_of(const WeightedRowsArgs& args) {
       store(out + at, total, lanes);
     });
   });
+}
+
+template <class T, class W>
+void low_rank_with(const LowRankArgs& args) {
+  const W* b = static_cast<const W*>(args.b);
+  for_rows(args.rows, args.rank * args.outputs, [&](int64_t i) {
+    const T* x = args.x.row<const T>(i);
+    T* out = args.out.row<T>(args.numbers[i]);
+    for_vectors(0, args.outputs, [&](int64_t at, auto lanes) {
+      Vec sum{};
+      for (int64_t k = 0; k < args.rank; ++k) sum += to_float(x[k]) * load(b + k * args.outputs + at, lanes);
+      store(out + at, load(out + at, lanes) + as<T>(sum), lanes);
+    });
+  });
+}
+
+// A matrix of floats has 16 bits in place of 32, or the type of the rows.
+template <class T>
+void low_rank_of(const LowRankArgs& args) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (args.weight_element == Element::kHalf) return low_rank_with<T, Half>(args);
+    if (args.weight_element == Element::kBfloat16) return low_rank_with<T, Bfloat16>(args);
+  }
+  low_rank_with<T, T>(args);
 }
 
 // One row of the backward pass. `total`, `y` and `d` are scratch rows of floats for x + residual, y and its gradient.
@@ -244,6 +269,7 @@ void add_rms_norm_backward(const AddRmsNormBackwardArgs& args) { PDK_BY_ELEMENT(
 void silu_and_mul_backward(const SiluAndMulBackwardArgs& args) { PDK_BY_ELEMENT(silu_and_mul_backward_of, args) }
 void silu_and_mul(const SiluAndMulArgs& args) { PDK_BY_ELEMENT(silu_and_mul_of, args) }
 void weighted_rows(const WeightedRowsArgs& args) { PDK_BY_ELEMENT(weighted_rows_of, args) }
+void low_rank(const LowRankArgs& args) { PDK_BY_ELEMENT(low_rank_of, args) }
 void apply_rope_append(const ApplyRopeAppendArgs& args) { PDK_BY_ELEMENT(apply_rope_append_of, args) }
 void apply_rope(const ApplyRopeArgs& args) { PDK_BY_ELEMENT(apply_rope_of, args) }
 

@@ -17,8 +17,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pdkernels.models.architectures.fused import linear
+from pdkernels._structures import flat
+from pdkernels.backends import resolve
+from pdkernels.models.architectures.fused import enabled, linear
+from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 
+BIND, ADD = "bind_adapter", "add_adapters_"
 MATRICES = ("qkv", "output", "gate_up", "down")
 """The matrices of a layer that a pair may be for."""
 Added: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
@@ -26,13 +30,53 @@ Added: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 
 class LoraPair(NamedTuple):
-    """``b @ a``, for the outputs of a matrix from `first` on."""
+    """``b.T @ a``, for the outputs of a matrix from `first` on."""
 
     first: int
     a: Tensor
     """``(rank, width)``."""
     b: Tensor
-    """``(outputs, rank)``, the scale included."""
+    """``(rank, outputs)``, transposed and with the scale."""
+
+
+class AdapterArguments(NamedTuple):
+    """The arguments of `BIND`; `AdapterInputs` in python_bindings/lora.h."""
+
+    like: Tensor
+    tensors: list[Tensor]
+    """The halves of each pair."""
+    layers: list[int]
+    matrices: list[int]
+    """By their places in `MATRICES`."""
+    firsts: list[int]
+    layer_count: int
+
+
+class AdaptedArguments(NamedTuple):
+    """`AdaptedRows` as ops take them; `AdaptedInputs` in python_bindings/lora.h."""
+
+    adapters: list[Tensor]
+    rows: Tensor | None
+    ends: list[int]
+
+
+class AddArguments(NamedTuple):
+    """The arguments of `ADD`; `AddAdaptersInputs` in python_bindings/lora.h."""
+
+    product: Tensor
+    x: Tensor
+    adapted: AdaptedArguments
+    layers: int
+    layer: int
+    matrix: int
+
+
+# Not among the public ops: they serve the models on the CPU, and their reference is `AdaptedRows`.
+LIBRARY.define(f"{BIND}({schema_of(AdapterArguments)}) -> Tensor bound")
+LIBRARY.define(f"{ADD}({schema_of(AddArguments, mutated=['product'])}) -> ()")
+_bind = getattr(getattr(torch.ops, NAMESPACE), BIND).default
+_add = getattr(getattr(torch.ops, NAMESPACE), ADD).default
+_WRITES = counts_writes(_add)
 
 
 class LoraAdapter:
@@ -41,12 +85,11 @@ class LoraAdapter:
     Attributes:
         name: as requests name it.
         layers: of each layer, the pairs of its matrices by `MATRICES`.
-        bound: its tensors as the op of all layers takes them; None: it has not run there.
     """
 
     def __init__(self, name: str, layers: Sequence[dict[str, list[LoraPair]]]) -> None:
         self.name, self.layers = name, list(layers)
-        self.bound: Tensor | None = None
+        self._bound: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"LoraAdapter({self.name!r})"
@@ -65,11 +108,25 @@ class LoraAdapter:
         return found.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "bound": None}
+        return {**vars(self), "_bound": None}
+
+    def bound(self, like: Tensor) -> Tensor:
+        """Its tensors as ops take them, for rows of this dtype. RuntimeError: they do not fit."""
+        if self._bound is None:
+            arguments = AdapterArguments(like, [], [], [], [], len(self.layers))
+            for number, layer in enumerate(self.layers):
+                for matrix, pairs in layer.items():
+                    for first, a, b in pairs:
+                        arguments.tensors.extend((a, b))
+                        arguments.layers.append(number)
+                        arguments.matrices.append(MATRICES.index(matrix))
+                        arguments.firsts.append(first)
+            self._bound = _bind(*arguments)
+        return self._bound
 
     def apply_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces its tensors, as ``Module._apply`` does those of a module."""
-        self.bound = None
+        self._bound = None
         self.__dict__.pop("digest", None)
         for layer in self.layers:
             for pairs in layer.values():
@@ -102,14 +159,25 @@ class AdaptedRows(NamedTuple):
         numbers = torch.tensor([number for own in places.values() for number in own], dtype=torch.int64)
         return cls([*places], numbers.to(device), [*accumulate(map(len, places.values()))]) if places else None
 
+    def arguments(self, like: Tensor) -> AdaptedArguments:
+        """As ops take them, for rows of this dtype."""
+        return AdaptedArguments([adapter.bound(like) for adapter in self.adapters], self.rows, self.ends)
+
     def add(self, product: Tensor, x: Tensor, matrix: str, layer: int) -> Tensor:
         """`product` with what the pairs of a layer's matrix add to it, in place."""
-        flat, inputs, begin = product.view(-1, product.shape[-1]), x.flatten(0, -2), 0
+        out, inputs = product.view(-1, product.shape[-1]), x.flatten(0, -2).contiguous()
+        if enabled(x) and x.device.type == "cpu" and resolve("linear", "auto", x.device) == "native":
+            places = len(self.adapters[0].layers), layer, MATRICES.index(matrix)
+            run_counted(_add, flat(AddArguments(out, inputs, self.arguments(x), *places)), _WRITES)
+        else:
+            self._add(out, inputs, matrix, layer)
+        return product
+
+    def _add(self, out: Tensor, x: Tensor, matrix: str, layer: int) -> None:
+        begin = 0
         for adapter, end in zip(self.adapters, self.ends, strict=True):
             rows, begin = self.rows[begin:end], end
             if pairs := adapter.layers[layer].get(matrix):
-                own = inputs[rows]
                 for first, a, b in pairs:
-                    outputs = slice(first, first + len(b))
-                    flat[rows, outputs] = flat[rows, outputs] + linear(linear(own, a), b)
-        return product
+                    outputs = slice(first, first + b.shape[1])
+                    out[rows, outputs] = out[rows, outputs] + linear(linear(x[rows], a), b.T)

@@ -30,14 +30,13 @@ from pdkernels.models.architectures.attention import NewRows, check_mask, plan_o
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import ExpertLayer
 from pdkernels.models.architectures.layer import Layer
-from pdkernels.models.architectures.lora import MATRICES, AdaptedRows, LoraAdapter
+from pdkernels.models.architectures.lora import AdaptedArguments, AdaptedRows
 from pdkernels.models.architectures.rope import Rotation
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
 OP = "transformer_layers_"
 BIND = "bind_transformer"
-BIND_ADAPTER = "bind_adapter"
 
 # In the order of `ParameterReader` in python_bindings/transformer_parameters.h: a bias follows its matrix.
 NAMES = (
@@ -117,31 +116,6 @@ class BindArguments(NamedTuple):
     routing: RoutingArguments
 
 
-class AdapterArguments(NamedTuple):
-    """The arguments of `BIND_ADAPTER`; `AdapterInputs` in python_bindings/lora.h."""
-
-    norm: Tensor
-    tensors: list[Tensor]
-    """The halves of each pair."""
-    layers: list[int]
-    matrices: list[int]
-    """By their places in `MATRICES`."""
-    firsts: list[int]
-    layer_count: int
-
-    @classmethod
-    def of(cls, adapter: LoraAdapter, norm: Tensor) -> AdapterArguments:
-        arguments = cls(norm, [], [], [], [], len(adapter.layers))
-        for number, layer in enumerate(adapter.layers):
-            for matrix, pairs in layer.items():
-                for first, a, b in pairs:
-                    arguments.tensors.extend((a, b))
-                    arguments.layers.append(number)
-                    arguments.matrices.append(MATRICES.index(matrix))
-                    arguments.firsts.append(first)
-        return arguments
-
-
 class LayersArguments(NamedTuple):
     """The arguments of `OP`; `LayersInputs` in python_bindings/transformer_layers.h."""
 
@@ -164,19 +138,14 @@ class LayersArguments(NamedTuple):
     """None: those after the cached rows."""
     starts: list[Tensor | None]
     """Of each layer; empty: all see their rows from the first one on."""
-    adapters: list[Tensor]
-    adapted_rows: Tensor | None
-    adapted_ends: list[int]
-    """As in `AdaptedRows`."""
+    adapted: AdaptedArguments
     plan: PlanArguments
 
 
 # Not among the public ops: they serve the models alone, have no other device, and their reference is `Layer`.
 LIBRARY.define(f"{BIND}({schema_of(BindArguments)}) -> Tensor bound")
-LIBRARY.define(f"{BIND_ADAPTER}({schema_of(AdapterArguments)}) -> Tensor bound")
 LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=['k_cache', 'v_cache'])}) -> (Tensor hidden, Tensor logits)")
 _bind = getattr(getattr(torch.ops, NAMESPACE), BIND).default
-_bind_adapter = getattr(getattr(torch.ops, NAMESPACE), BIND_ADAPTER).default
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
 
@@ -334,24 +303,16 @@ def _results(
     bound = model.binding.of(model)
     if bound is None:
         return None
-    adapted: tuple[list[Tensor], Tensor | None, list[int]] = ([], None, [])
     try:
-        if lora is not None:
-            adapted = [_bound_adapter(adapter, model.norm) for adapter in lora.adapters], lora.rows, lora.ends
+        adapted = AdaptedArguments([], None, []) if lora is None else lora.arguments(model.norm)
         arguments = LayersArguments(
             bound, x, *parts, cache.k, cache.v, cache.lengths, *rows, cache.block_table, plan.q_len,
-            rotation.cos, rotation.sin, rotation.positions, starts, *adapted, plan.arguments,
+            rotation.cos, rotation.sin, rotation.positions, starts, adapted, plan.arguments,
         )  # fmt: skip
-        results: tuple[Tensor, Tensor] = run_counted(_run, (*arguments[:-1], *arguments.plan), _WRITES)
+        results: tuple[Tensor, Tensor] = run_counted(_run, (*arguments[:-2], *adapted, *plan.arguments), _WRITES)
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return results
-
-
-def _bound_adapter(adapter: LoraAdapter, norm: Tensor) -> Tensor:
-    if adapter.bound is None:
-        adapter.bound = _bind_adapter(*AdapterArguments.of(adapter, norm))
-    return adapter.bound
 
 
 def serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:

@@ -121,7 +121,7 @@ def _pair(pair: Pair, first: int, label: str, model: Transformer) -> LoraPair:
     if pair.start != PLAIN:
         expectation, name = "leave the model's own weights alone", f"{label}: {CONFIG}: init_lora_weights"
         raise NotImplementedError(message(_OP, name, expectation, repr(pair.start), _MERGE))
-    a, b, dtype = pair.a, pair.b.double() * pair.scale, model.dtype
+    a, b, dtype = pair.a, pair.b.double().T * pair.scale, model.dtype
     # The CPU's product takes 16 bits under float32, which hold the scale too if it is a power of two.
     if dtype == torch.float32 and model.device.type == "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         dtype = a.dtype if torch.equal(b.to(a.dtype).double(), b) else dtype
