@@ -317,7 +317,6 @@ class WindowedCache:
         if self.device.type == "cpu" and hasattr(other, "earliest"):
             least = other.earliest(other_row)
             check(length == 0 or length >= least, op, "length", f"be 0 or at least {least}", length)
-        self._expect_nothing()
         for layer, window in enumerate(self.windows):
             kept = length if window is None else min(length, window - 1 + BLOCK - 1)
             at = torch.arange(length - kept, length, device=self.device)

@@ -126,6 +126,16 @@ MUTATIONS = {
         "return torch.minimum((positions + (2 - self.size)).clamp(min=0), positions)",
         "decoding/test_windows.py",
     ),
+    "pages of a window take turns too early": Mutation(
+        "-(-(window - 1 + 2 * drafts + BLOCK - 1) // page_size) + 1",
+        "-(-(window - 1 + drafts) // page_size)",
+        "cache/test_windowed.py",
+    ),
+    "rows of a long prompt are dropped that a draft may go back to": Mutation(
+        "self.lengths + counts - (self.window - 1 + self.drafts)",
+        "self.lengths + counts - self.window",
+        "cache/test_windowed.py",
+    ),
     "a window over a tree begins at a place, not at the first token of the path": Mutation(
         "return torch.where(after > 0, lengths[:, None] + behind, first)", "return first", "decoding/test_windows.py"
     ),
