@@ -128,7 +128,12 @@ class WindowedCache:
         self.capacity, self.kv_heads, self.head_dim = width * self.page_size, kv_heads, head_dim
         self.windows = tuple(None if window is None else integer(op, "windows", window, 1) for window in windows)
         self._width = width
-        self._like = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+        self._like: dict[str, Any] = {
+            "page_size": page_size,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "dtype": dtype,
+        }
         self._like["device"] = torch.device(device)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.furthest = torch.zeros_like(self.lengths)
@@ -239,7 +244,8 @@ class WindowedCache:
         """
         before, least = self.lengths.clone(), self._least
         self._check_kept(before + counts, least)
-        first, *others = [*filter(None, [self.full]), *self.turning.values()]
+        parts: list[KVCacheBase] = [] if self.full is None else [self.full]
+        first, *others = parts + list(self.turning.values())
         first.commit_(counts, source_index)
         if source_index is not None:
             for part in others:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_choice, check_type, message
 from pdkernels.cache import Cache, HybridCache, StateShape
+from pdkernels.cache.contiguous import KVCacheBase
 from pdkernels.integrations.transformers._attention import attention
 from pdkernels.integrations.transformers._experts import NAME, register_experts
 from pdkernels.integrations.transformers._given import check_loaded, without_adapter
@@ -207,7 +208,9 @@ class WrappedModel:
         config = self.config
         slots = len(config.attends) or None
         if config.states is not None:
-            return HybridCache(new_cache(self, batch, capacity, kind, page_size, slots), config.states)
+            kv = new_cache(self, batch, capacity, kind, page_size, slots)
+            assert isinstance(kv, KVCacheBase)  # it has no windows
+            return HybridCache(kv, config.states)
         windows = [config.windows.get(layer) for layer in config.attends or range(config.layers)]
         return new_cache(self, batch, capacity, kind, page_size, slots, windows=windows, drafts=drafts)
 

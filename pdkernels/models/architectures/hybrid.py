@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pdkernels._validation import check, check_flag, check_type, fail
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache, HybridCache, PagePool, StateShape
+from pdkernels.cache.contiguous import KVCacheBase
 from pdkernels.masks import TilePlan, causal
 from pdkernels.models.architectures import fused, packing, tree_scan
 from pdkernels.models.architectures.attention import (  # fmt: skip
@@ -392,6 +393,7 @@ class Hybrid(nn.Module):
     ) -> HybridCache:
         """As `Transformer.new_cache`, of keys, values and states; `dtype` and `pool` are those of keys and values."""
         kv = new_cache(self, batch, capacity, kind, page_size, self._attention, dtype, pool)
+        assert isinstance(kv, KVCacheBase)  # nothing was said of drafts
         return HybridCache(kv, dict(self._states()))
 
     def new_pool(self, num_pages: int, page_size: int) -> PagePool:
