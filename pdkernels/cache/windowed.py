@@ -37,7 +37,7 @@ def turns(window: int, drafts: int, page_size: int) -> int:
 
 
 class TurningPages(KVCacheBase):
-    """The layers with one window: part of a `WindowedCache`, whose `lengths` it has.
+    """The layers with one window: a part of a `WindowedCache`, whose `lengths` it has.
 
     `block_table` ``(batch, width)`` is that of the next forward; page ``batch * pages`` is for rows that nobody reads.
     """
@@ -155,22 +155,22 @@ class WindowedCache:
 
     def _bind(self) -> None:
         seen: dict[int | None, int] = dict.fromkeys(self.windows, 0)
-        self._parts: list[tuple[KVCacheBase, int]] = []
+        self._groups: list[tuple[KVCacheBase, int]] = []
         """Of each layer: where it is, and which of the layers there."""
         for window in self.windows:
-            part = self.full if window is None else self.turning[window]
-            assert part is not None
-            self._parts.append((part, seen[window]))
+            group = self.full if window is None else self.turning[window]
+            assert group is not None
+            self._groups.append((group, seen[window]))
             seen[window] += 1
-        alone = self._parts[0][0] if len(seen) == 1 else None
+        alone = self._groups[0][0] if len(seen) == 1 else None
         # One tensor, if all layers are in one: the op of all layers takes no others.
-        self.k: Any = alone.k if alone else [part.k[place] for part, place in self._parts]
-        self.v: Any = alone.v if alone else [part.v[place] for part, place in self._parts]
+        self.k: Any = alone.k if alone else [group.k[place] for group, place in self._groups]
+        self.v: Any = alone.v if alone else [group.v[place] for group, place in self._groups]
 
     @property
     def block_table(self) -> Tensor:
         """That of the layers that see all; if there are none, of the first one."""
-        table = (self.full or self._parts[0][0]).block_table
+        table = (self.full or self._groups[0][0]).block_table
         assert table is not None
         return table
 
@@ -185,7 +185,7 @@ class WindowedCache:
 
     def table(self, layer: int) -> Tensor:
         """The page table of a layer, ``(batch, width)``."""
-        table = self._parts[layer][0].block_table
+        table = self._groups[layer][0].block_table
         assert table is not None
         return table
 
@@ -244,13 +244,13 @@ class WindowedCache:
         """
         before, least = self.lengths.clone(), self._least
         self._check_kept(before + counts, least)
-        parts: list[KVCacheBase] = [] if self.full is None else [self.full]
-        first, *others = parts + list(self.turning.values())
+        groups: list[KVCacheBase] = [] if self.full is None else [self.full]
+        first, *others = groups + list(self.turning.values())
         first.commit_(counts, source_index)
         if source_index is not None:
-            for part in others:
-                table = part.block_table
-                kv_commit_(part.k, part.v, before.clone(), counts, source_index, block_table=table)
+            for group in others:
+                table = group.block_table
+                kv_commit_(group.k, group.v, before.clone(), counts, source_index, block_table=table)
         furthest = torch.maximum(self.furthest.masked_fill(before == 0, 0), self.lengths)
         if least is not None:
             furthest = torch.where(least > 0, torch.maximum(furthest, least + self.drafts), furthest)
@@ -275,16 +275,16 @@ class WindowedCache:
         Raises:
             ValueError: a length before what is kept; nothing changes then.
         """
-        part = self._parts[0][0]
+        group = self._groups[0][0]
         if self.device.type == "cpu":
-            numbers = part._numbers("cache.WindowedCache.trim_", "new_lengths", new_lengths)
+            numbers = group._numbers("cache.WindowedCache.trim_", "new_lengths", new_lengths)
             for row, length in enumerate(numbers[: self.batch]):
                 least = self.earliest(row)
                 expectation = f"be 0 or at least {least}, since rows before its windows are gone"
                 remedy = "Empty the text and run it again, or call reserve_drafts_ before it is written."
                 check(length in (0, int(self.lengths[row])) or length >= least, "cache.WindowedCache.trim_", "new_lengths", expectation, length, remedy)  # fmt: skip
-        part = self.full or part
-        part.trim_(new_lengths)
+        group = self.full or group
+        group.trim_(new_lengths)
         self.furthest.masked_fill_(self.lengths == 0, 0)
 
     def reset_(self) -> None:

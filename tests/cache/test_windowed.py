@@ -42,13 +42,13 @@ class Texts:
         self.whole, self.windowed = caches(model, batch, drafts)
         self.batch = batch
 
-    def forward(self, rows: int, counts: list[int], **more: Any) -> None:
+    def forward(self, rows: int, counts: list[int], **settings: Any) -> None:
         tokens = torch.tensor([[self.draw.randrange(39) for _ in range(rows)] for _ in range(self.batch)])
         stored = torch.tensor(counts)
-        found = [self.model(tokens, cache=cache, counts=stored, **more) for cache in (self.whole, self.windowed)]
+        pair = [self.model(tokens, cache=cache, counts=stored, **settings) for cache in (self.whole, self.windowed)]
         for sequence, count in enumerate(counts):
-            valid = rows if more else count
-            assert torch.equal(*(logits[sequence, :valid] for logits in found))
+            valid = rows if settings else count
+            assert torch.equal(*(logits[sequence, :valid] for logits in pair))
 
     def commit(self, counts: list[int], source: list[list[int]] | None = None) -> None:
         for cache in (self.whole, self.windowed):
@@ -75,8 +75,8 @@ class Texts:
             path = [self.draw.randrange(self.drafts)]
             while parents[path[0]] >= 0:
                 path.insert(0, parents[path[0]])
-            more = {"mask": tree(parents).plan(16, 16), "positions": torch.tensor(depth)}
-            self.forward(self.drafts, [self.drafts] * self.batch, **more)
+            settings = {"mask": tree(parents).plan(16, 16), "positions": torch.tensor(depth)}
+            self.forward(self.drafts, [self.drafts] * self.batch, **settings)
             self.commit([len(path)] * self.batch, [path + [0] * (self.drafts - len(path))] * self.batch)
         else:
             lengths = [max(self.windowed.earliest(row), 1) for row in range(self.batch)]
@@ -121,18 +121,18 @@ def test_a_longer_forward_makes_room() -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[WindowedCache]:
+def session_caches(monkeypatch: pytest.MonkeyPatch) -> list[WindowedCache]:
     """The caches that sessions make."""
-    found: list[WindowedCache] = []
+    caches_of_sessions: list[WindowedCache] = []
     make = session.Session.new_cache
 
     def noting(*arguments: Any, **options: Any) -> Any:
         cache = make(*arguments, **options)
-        found.append(getattr(cache, "inner", cache))
+        caches_of_sessions.append(getattr(cache, "inner", cache))
         return cache
 
     monkeypatch.setattr(session.Session, "new_cache", noting)
-    return found
+    return caches_of_sessions
 
 
 @pytest.mark.covering(of=["method"])
@@ -141,7 +141,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[WindowedCache]:
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_every_method(
-    method: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, window: Window, made: list[WindowedCache]
+    method: str,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+    window: Window,
+    session_caches: list[WindowedCache],
 ) -> None:
     """The tokens of decoding one by one with all rows, in a batch; pages of layers with a window do not grow."""
     model = with_drafters(model_with((window, None), dtype, adapter=True))
@@ -150,11 +154,11 @@ def test_every_method(
     texts = [torch.randint(39, (length,), generator=generator).tolist() for length in (TEXT, 1, 300)]
     greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens.tolist() for text in texts]
     for options in METHODS[method]:
-        made.clear()
-        more = options | {"page_size": PAGE, "max_new_tokens": NEW, "end_tokens": ()}
-        found = generate(model, texts, method, **more).tokens
-        assert [tokens.tolist() for tokens in found] == greedy
-        (cache,) = made
+        session_caches.clear()
+        settings = options | {"page_size": PAGE, "max_new_tokens": NEW, "end_tokens": ()}
+        tokens = generate(model, texts, method, **settings).tokens
+        assert [row.tolist() for row in tokens] == greedy
+        (cache,) = session_caches
         (pages,) = cache.turning.values()
         most = window.size + 2 * cache.drafts + BLOCK + 2 * PAGE
         assert cache.drafts <= 40 and pages.pages * PAGE <= most < TEXT
@@ -163,21 +167,21 @@ def test_every_method(
         assert sum(len(cache.full._pages[row]) for row in range(3)) * PAGE >= sum(map(len, texts)) + 3 * NEW
 
 
-def test_several_texts_of_a_prompt_and_filters(made: list[WindowedCache]) -> None:
+def test_several_texts_of_a_prompt_and_filters(session_caches: list[WindowedCache]) -> None:
     model = model_with((Window(16), None))
     text = torch.randint(39, (TEXT,), generator=torch.Generator().manual_seed(3)).tolist()
     settings: dict[str, Any] = {"n": 3, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": NEW, "end_tokens": ()}
     for method in ("autoregressive", "jacobi"):
         whole, windowed = (generate(model, text, method, page_size=size, **settings) for size in (None, PAGE))
-        assert type(made[-1]) is WindowedCache and type(made[-2]) is not WindowedCache
+        assert type(session_caches[-1]) is WindowedCache and type(session_caches[-2]) is not WindowedCache
         assert all(map(torch.equal, whole.tokens, windowed.tokens))
 
 
-def test_a_text_shorter_than_the_window_takes_a_plain_cache(made: list[WindowedCache]) -> None:
+def test_a_text_shorter_than_the_window_takes_a_plain_cache(session_caches: list[WindowedCache]) -> None:
     model = model_with((Window(16), None))
     generate(model, [3, 5], "jacobi", max_new_tokens=100, page_size=PAGE)
     generate(model_with((Window(10**9), None)), [3] * TEXT, "jacobi", max_new_tokens=100, page_size=PAGE)
-    assert [type(cache) for cache in made] == [PagedKVCache, PagedKVCache]
+    assert [type(cache) for cache in session_caches] == [PagedKVCache, PagedKVCache]
 
 
 def test_cuts_that_go_too_far_are_refused() -> None:
@@ -241,16 +245,16 @@ def test_copies() -> None:
     _, cache = caches(model, 1, 5)
     model(torch.randint(39, (1, 300)), cache=cache)
     cache.commit_(torch.tensor([300]))
-    more = torch.tensor([[3, 4, 5]])
-    expected = model(more, cache=cache)
+    suffix = torch.tensor([[3, 4, 5]])
+    expected = model(suffix, cache=cache)
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert torch.equal(model(more, cache=other), expected)
+        assert torch.equal(model(suffix, cache=other), expected)
         other.commit_(torch.tensor([3]))
         assert other.turning[16].lengths is other.lengths and other.lengths.tolist() == [303]
-        last = model(more, cache=other)
-    model(more, cache=cache)
+        last = model(suffix, cache=other)
+    model(suffix, cache=cache)
     cache.commit_(torch.tensor([3]))
-    assert torch.equal(model(more, cache=cache), last)
+    assert torch.equal(model(suffix, cache=cache), last)
 
 
 @pytest.mark.parametrize(
