@@ -11,11 +11,12 @@ from torch import Tensor
 
 from pdkernels import _memory
 from pdkernels._validation import check, check_fits_memory, integer, message
+from pdkernels.cache.adapted import AdaptedSequences
 from pdkernels.cache.stored import row_width, stored
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 
 
-class KVCacheBase:
+class KVCacheBase(AdaptedSequences):
     """Base of both caches. The tensors are allocated once and never replaced, so graphs may capture them."""
 
     k: Tensor
@@ -23,9 +24,6 @@ class KVCacheBase:
     capacity: int
     lengths: Tensor
     block_table: Tensor | None = None
-    adapters: list[Any] | None = None
-    """What computes the rows of each sequence beside the model (`adapt_`), None for the model alone; None: no sequence
-    has any."""
 
     def _allocate(
         self,
@@ -92,25 +90,6 @@ class KVCacheBase:
             ]
         except TypeError:
             raise TypeError(message(op, argument, "be an int, or one per sequence", values)) from None
-
-    def adapt_(self, adapters: Sequence[Any]) -> None:
-        """Says with which adapter the rows of each sequence are computed, None for the model alone; no entries: with
-        none. It goes where a row goes.
-
-        Example:
-            >>> from pdkernels.cache import ContiguousKVCache
-            >>> cache, other = (ContiguousKVCache(1, 2, 4, 1, 2) for _ in range(2))
-            >>> cache.adapt_([None, "a"]); other.copy_row_(0, cache, 1, 0); other.adapters
-            ['a', None]
-        """
-        fits = len(adapters) in (0, self.batch)
-        check(fits, "cache.adapt_", "adapters", f"have {self.batch} entries, or none", len(adapters))
-        self.adapters = list(adapters) if any(adapter is not None for adapter in adapters) else None
-
-    def _adapt_row_(self, row: int, adapter: Any) -> None:
-        if adapter is not None or self.adapters is not None:
-            adapters = self.adapters or [None] * self.batch
-            self.adapt_([*adapters[:row], adapter, *adapters[row + 1 :]])
 
     def copy_row_(self, row: int, other: Any, other_row: int, length: int) -> None:
         """Replaces sequence `row` by the first `length` tokens of a sequence of another cache, in all layers.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, integer, sentence
+from pdkernels.cache.adapted import AdaptedSequences
 from pdkernels.cache.contiguous import KVCacheBase
 from pdkernels.cache.paged import PagedKVCache
 from pdkernels.cache.stored import stored
@@ -81,7 +82,7 @@ class TurningPages(KVCacheBase):
             target[:, pages, slots] = source[:, from_pages, from_slots]
 
 
-class WindowedCache:
+class WindowedCache(AdaptedSequences):
     """A paged cache of a model some of whose layers have windows: these keep only what rows to come can see.
 
     It is used as a `PagedKVCache`, whose pages the other layers have. Of a sequence, layers with a window keep the
@@ -299,6 +300,7 @@ class WindowedCache:
         """Leaves a sequence with at most one token, whose content no longer matters."""
         self.lengths[row].clamp_(max=1)
         self.furthest[row].clamp_(max=1)
+        self._adapt_row_(row, None)
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer in logical order, gathered: ``(batch, length, kv_heads, head_dim)``. Those before what
@@ -332,6 +334,7 @@ class WindowedCache:
                 target[layer][to_page, to_slot] = source[layer][from_page, from_slot]
         self.lengths[row].fill_(length)
         self.furthest[row].fill_(length + self.drafts if length else 0)  # no rows to go back by were copied
+        self._adapt_row_(row, other.adapters[other_row] if other.adapters else None)
 
     def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Refused: the layers have different rows. NotImplementedError."""
