@@ -35,7 +35,7 @@ from tests.serve.clients import client_of  # noqa: E402
         ({"regex": "a", "choice": ["b"]}, 400, "exclude each other"),
         ({"regex": "(a{1000}){1000}"}, 400, "unfolds to more than"),
         ({"choice": ["a much longer text"]}, 400, "cannot be completed within max_tokens (3)"),
-        ({"suffix": "x"}, 400, "suffix is not supported here"),
+        ({"suffix": "x"}, 400, "this model has no tokens to fill in the middle"),
         ({"prompt": ["a", 1]}, 400, "prompt: must be a text, a list of token ids"),
         ({"prompt": [True]}, 400, "prompt: must be a text, a list of token ids"),
         ({"prompt": [1.0]}, 400, "prompt: must be a text, a list of token ids"),
