@@ -26,6 +26,7 @@ from bench import (
     long_texts,
     maskbench,
     plots,
+    schema_fuzz,
     server_soak,
 )
 from bench.gpu_report import table
@@ -402,6 +403,7 @@ TABLES = {
     "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),
     "grammars cost": lambda rows: grammars_report.cost(GRAMMARS),
     "maskbench": lambda rows: maskbench.counts(),
+    "schema fuzz": lambda rows: schema_fuzz.counts(),
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
     "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),

@@ -17,7 +17,6 @@ from typing import Any
 
 from bench.gpu_report import table
 from bench.records import write
-from tests.support.schema_fuzz import compare
 
 RESULTS = Path(__file__).resolve().parent / "results/schema_fuzz.json"
 LANGUAGES = ("all", "usual")
@@ -52,6 +51,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--to", type=Path, default=RESULTS)
     chosen = parser.parse_args()
+    from tests.support.schema_fuzz import compare  # needs jsonschema
+
     tallies = {language: Counter[str]() for language in LANGUAGES}
     for seed in range(chosen.first, chosen.first + chosen.schemas):
         language = LANGUAGES[seed % 2]

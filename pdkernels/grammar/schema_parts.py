@@ -35,8 +35,7 @@ _WHOLE_WITHOUT_POINT = ("draft-03", "draft-04")
 """Drafts in which 1.0 is no integer."""
 _MAX_ANY_ORDER = 8
 """Properties whose order is free: each set of those that are there already is a state."""
-_SPACES: dict[str | None, tuple[Expression, Expression]] = {
-    None: (EMPTY, optional(text(" "))),
+_SPACES: dict[str, tuple[Expression, Expression]] = {
     "compact": (EMPTY, EMPTY),
     "single": (EMPTY, text(" ")),
     "any": (Repeat(Chars(((9, 10), (13, 13), (32, 32))), 0, None),) * 2,
@@ -53,7 +52,9 @@ class Parts:
         self._flat, self._complete, self._any_order = Flattener(root, unknown), complete, any_order
         draft = str(root.get("$schema", "")) if isinstance(root, Mapping) else ""
         self._pointed = complete and not any(old in draft for old in _WHOLE_WITHOUT_POINT)
-        gap, space = _SPACES[whitespace] if whitespace in _SPACES else (parsed(whitespace),) * 2
+        gap, space = EMPTY, optional(text(" "))
+        if whitespace is not None:
+            gap, space = _SPACES.get(whitespace) or (parsed(whitespace),) * 2
         wide = any(not {9, 10, 13, 32}.issuperset(range(first, last + 1)) for first, last in _characters(gap))
         refuse(wide, OP, "whitespace matches characters that are no space in JSON", r"Write [ \t\n\r], not \s.")
         self._gap = gap

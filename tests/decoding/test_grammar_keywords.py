@@ -258,7 +258,7 @@ def test_listed_values_have_the_spaces_of_the_grammar() -> None:
 def test_long_bounds() -> None:
     """They are refused by name, or replaced by `longest`; in a `not`, where that would allow more, they stay."""
     schema = {
-        **_of(name={"type": "string", "maxLength": 5}, text={"type": "string", "maxLength": 3000}),
+        **_of(name={"type": "string", "maxLength": 5}, text={"type": "string", "maxLength": 4000}),
         "required": ["text"],
     }
     with pytest.raises(ValueError, match="too large. Shorten its repetitions, or set longest for those of a schema"):

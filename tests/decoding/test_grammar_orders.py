@@ -94,6 +94,7 @@ def test_too_many_properties_for_any_order() -> None:
         ("compact", [True, False, False, False]),
         ("single", [False, True, False, False]),
         ("any", [True, True, True, True]),
+        ("", [True, False, False, False]),
         (" ?", [True, True, True, False]),
     ],
 )
