@@ -221,5 +221,5 @@ def _followed(
 @lru_cache(maxsize=4)
 def _every(category: str) -> Ranges:
     """The characters of a category in all of Unicode."""
-    found = re.finditer(_UNICODE[category], array("I", range(0x110000)).tobytes().decode("utf-32", "surrogatepass"))
-    return tuple((match.start(), match.end() - 1) for match in found)
+    matches = re.finditer(_UNICODE[category], array("I", range(0x110000)).tobytes().decode("utf-32", "surrogatepass"))
+    return tuple((match.start(), match.end() - 1) for match in matches)

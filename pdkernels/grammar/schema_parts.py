@@ -52,9 +52,8 @@ class Parts:
         self._flat, self._complete, self._any_order = Flattener(root, unknown), complete, any_order
         draft = str(root.get("$schema", "")) if isinstance(root, Mapping) else ""
         self._pointed = complete and not any(old in draft for old in _WHOLE_WITHOUT_POINT)
-        gap, space = EMPTY, optional(text(" "))
-        if whitespace is not None:
-            gap, space = _SPACES.get(whitespace) or (parsed(whitespace),) * 2
+        spaces = (EMPTY, optional(text(" "))) if whitespace is None else _SPACES.get(whitespace)
+        gap, space = spaces or (parsed(whitespace or ""),) * 2
         wide = any(not {9, 10, 13, 32}.issuperset(range(first, last + 1)) for first, last in _characters(gap))
         refuse(wide, OP, "whitespace matches characters that are no space in JSON", r"Write [ \t\n\r], not \s.")
         self._gap = gap
@@ -115,24 +114,24 @@ class Parts:
         counted = minimum > 0 or maximum is not None
 
         @cache
-        def later(there: int, others: int) -> Expression:
-            """What may follow some of the items and so many others."""
-            first = there == 0 and others == 0
+        def later(there: int, unnamed: int) -> Expression:
+            """What may follow some of the items and so many unnamed ones."""
+            first = there == 0 and unnamed == 0
             ways = list[Expression]()
-            if there & needed == needed and there.bit_count() + min(others, 1) >= minimum:
+            if there & needed == needed and there.bit_count() + min(unnamed, 1) >= minimum:
                 ways.append(EMPTY)
-            if maximum is None or there.bit_count() + others < maximum:
+            if maximum is None or there.bit_count() + unnamed < maximum:
                 before = EMPTY if first else self._comma
                 for n, (_, item) in enumerate(items):
                     if not there >> n & 1:
-                        after = later(there | 1 << n, others if counted else 1)
+                        after = later(there | 1 << n, unnamed if counted else 1)
                         ways.append(Seq((before, item, after)))
-                if other_item is not None and (maximum is not None or others == 0):
-                    ways.append(Seq((before, other_item, later(there, others + 1))))
-            rest = either(ways)
-            if other_item is None or maximum is not None or others == 0:
-                return rest
-            return Seq((Repeat(Seq((self._comma, other_item)), 0, None), rest))
+                if other_item is not None and (maximum is not None or unnamed == 0):
+                    ways.append(Seq((before, other_item, later(there, unnamed + 1))))
+            following = either(ways)
+            if other_item is None or maximum is not None or unnamed == 0:
+                return following
+            return Seq((Repeat(Seq((self._comma, other_item)), 0, None), following))
 
         return later(0, 0)
 

@@ -85,8 +85,8 @@ def _class(name: str | None, excluded: bool, wide: bool) -> Ranges:
 @cache
 def _categories() -> dict[str, Ranges]:
     """The characters of each general category."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    ranges_of: dict[str, list[tuple[int, int]]] = {}
     for category, group in groupby(range(sys.maxunicode + 1), lambda point: unicodedata.category(chr(point))):
         points = [*group]
-        found.setdefault(category, []).append((points[0], points[-1]))
-    return {category: tuple(ranges) for category, ranges in found.items()}
+        ranges_of.setdefault(category, []).append((points[0], points[-1]))
+    return {category: tuple(ranges) for category, ranges in ranges_of.items()}
