@@ -29,6 +29,8 @@ def fast_dllm_v2(
     threshold: float = 0.9,
     steps: int | None = None,
     block_cache: bool = True,
+    edit_threshold: float | None = None,
+    max_edits: int = 16,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int | None = None,
@@ -51,6 +53,10 @@ def fast_dllm_v2(
     Rows of SDAR and LLaDA2 predict their own tokens: then no forward gives a token of the next block, and every small block has the row
     that predicts its first position. Their samplers have small blocks as large as the block.
 
+    With `edit_threshold`, every forward over a block also replaces its tokens that are not the prompt's wherever another guess is more
+    probable than that; a block is finished by a forward without masks that changes nothing, or that comes after `max_edits` such forwards
+    (JointThreshold in SGLang; LLaDA2.1, arXiv 2602.08676). Small blocks are then as large as the block, and rows predict their own tokens.
+
     The confidence is the guess's probability in the distribution that it is drawn from, tempered and filtered; at temperature 0
     there is no filter. Where the published code differs: the token from the prompt or a full block is the argmax at
     any temperature, here it is drawn like all others. Its last block is always complete, here the canvas ends at
@@ -65,6 +71,7 @@ def fast_dllm_v2(
         steps: forwards that share a small block evenly, the first ones commit one more (`denoising_steps`); None, or more than it has
             positions: one for each.
         block_cache: False: all forwards run the whole block.
+        edit_threshold, max_edits: None: tokens stay.
         temperature, top_k, top_p, min_p: of the guesses, applied in this order.
 
     >>> from pdkernels.reference.masked_model import random_weights
@@ -108,6 +115,21 @@ def fast_dllm_v2(
         ):  # which attend to no later block, in the published forward because of its mask
             logits = recomputed(model, canvas, first, first + block_size, past)
         commit(logits, (canvas.start, canvas.start + following * (start == canvas.start)))
+    while edit_threshold is not None and not canvas.done:
+        stop, step, edits, final = min(start + block_size, canvas.end), 0, 0, False
+        while not final:
+            canvas.forwards += 1
+            logits = without(recomputed(model, canvas, start, stop, past), mask_token)
+            full = not canvas.masks((start, stop))
+            filled = [n for n in range(max(start, canvas.start), stop) if canvas.tokens[n] != mask_token]
+            commit(logits, (stop, stop) if full else (start, stop), 1 if full else shares[step])
+            step, edits, before = step + 1, edits + full, list(canvas.tokens)
+            for n in filled if edits <= max_edits else []:
+                probability, token = logits[n].double().softmax(-1).max(-1)
+                if probability > edit_threshold:
+                    canvas.tokens[n] = int(token)
+            final = full and canvas.tokens == before
+        start = stop
     while not canvas.done:
         stop = min(start + block_size, canvas.end)
         kept, before, step = False, -1, 0

@@ -119,6 +119,8 @@ class FastDllmV2(Request, total=False):
     threshold: float
     steps: int | None
     block_cache: bool
+    edit_threshold: float | None
+    max_edits: int
     mask_token: int | None
     page_size: int | None
 

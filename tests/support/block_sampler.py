@@ -46,3 +46,45 @@ def block_sampler(
             for p in chosen:
                 text[p] = tokens[p]
     return Written(text[len(prompt) :], forwards)
+
+
+class Edited(NamedTuple):
+    tokens: list[int]
+    edits: int  # tokens that were replaced
+
+
+def joint_threshold(
+    forward: Forward,
+    prompt: list[int],
+    new: int,
+    mask: int,
+    block: int,
+    threshold: float,
+    edit_threshold: float,
+    most: int,
+) -> Edited:
+    """The loop of JointThreshold in SGLang (python/sglang/srt/dllm/algorithm/joint_threshold.py), without its penalty.
+
+    Other than there the mask token is never a guess.
+    """
+    text, edits = [*prompt, *[mask] * new], 0
+    number = torch.arange(len(text)) // block
+    visible = number[:, None] >= number
+    for first in range(len(prompt) // block * block, len(text), block):
+        end, posts = first + block, 0
+        for _ in range(block + most):
+            logits = forward(text[:end], visible[:end, :end]).double().index_fill(-1, torch.tensor([mask]), -torch.inf)
+            sure, tokens = (found.tolist() for found in logits.softmax(-1).max(-1))
+            masked = [p for p in range(first, end) if text[p] == mask]
+            fills = [p for p in masked if sure[p] > threshold] or sorted(masked, key=lambda p: -sure[p])[:1]
+            posts += not masked
+            if posts > most:
+                break
+            inside = range(max(first, len(prompt)), end)
+            others = [p for p in inside if p not in masked and sure[p] > edit_threshold and tokens[p] != text[p]]
+            for p in fills + others:
+                text[p] = tokens[p]
+            edits += len(others)
+            if not fills + others:
+                break
+    return Edited(text[len(prompt) :], edits)

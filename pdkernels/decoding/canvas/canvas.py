@@ -465,6 +465,25 @@ class Canvas(CanvasRecord):
         opened = torch.zeros_like(self.tokens).scatter_add_(1, at, low.to(self.tokens.dtype))
         self.tokens.masked_fill_(opened > 0, self.mask_token)
 
+    def edit(
+        self, hidden: torch.Tensor, places: Sequence[Sequence[int]], above: float, first: torch.Tensor | None = None
+    ) -> None:
+        """Replaces tokens at new positions `places` of each sequence, which hold one, where the forward of `hidden` has
+        another guess whose confidence is above `above`. Rows are as in `guess`."""
+        width = max(map(len, places))
+        if width == 0:
+            return
+        pairs = zip(self.starts, places, strict=True)
+        lines = [[start + n for n in own] + [-1] * (width - len(own)) for start, own in pairs]
+        positions = to_device_async(lines, self.tokens.device)
+        number = torch.zeros_like(positions[:, :1])  # nothing is drawn
+        step = Step(torch.zeros_like(positions[:, :2]), positions, min(map(len, places)) == width, number)
+        guesses = self.guess(hidden, step, first)
+        at = positions.clamp(min=0)
+        current = self.tokens.gather(1, at)
+        new = (positions >= 0) & (guesses.ids != current) & (guesses.probs > above)
+        self.tokens.scatter_(1, at, torch.where(new, guesses.ids, current))
+
     def poll(self) -> list[int]:
         """Reads the texts and `fact`, which it returns; updates which sequences are done, and emits their tokens."""
         shortest, values, before = min(self.starts), [], self.active

@@ -30,9 +30,8 @@ class CanvasRecord:
         self._numbers = [0] * session.batch  # guessing forwards of each sequence
         self._others = 0  # other forwards, summed over sequences
         self._part = self.active
-        self.final_end: int | None = (
-            None  # new positions from here on are not final, even if no mask is before them; None: all are final
-        )
+        self.final_ends: list[int] | None = None
+        """New positions of each sequence from here on are not final, even if no mask is before them; None: all are."""
         self._doubted: list[set[int]] = [set() for _ in self.starts]  # positions that were opened again
         self._asked: list[list[int]] = [[] for _ in self.starts]  # positions whose tokens the last step judged
 
@@ -88,7 +87,7 @@ class CanvasRecord:
         self._asked[sequence] = []
         if no_choice:
             session.fail_without_choice(sequence)
-        last = limit if self.final_end is None else min(limit, self.final_end)
+        last = limit if self.final_ends is None else min(limit, self.final_ends[sequence])
         recorded = end = self._recorded[sequence]
         ended = False
         tail = session.tails[sequence] if session.tails else []

@@ -36,10 +36,12 @@ def decode(
     threshold: float = 0.9,
     steps: int | None = None,
     block_cache: bool = True,
+    edit_threshold: float | None = None,
+    max_edits: int = 16,
     mask_token: int | None = None,
     page_size: int | None = None,
 ) -> int:
-    """Fills `session` block by block. A filled position is never revised.
+    """Fills `session` block by block. A filled position is never revised, unless `edit_threshold` is set.
 
     Args:
         block_size: positions of a block; blocks are counted from the text's first token.
@@ -49,6 +51,11 @@ def decode(
         steps: maximum forwards per small block, over which its positions are spread evenly. None: one per position.
         block_cache: keep K and V of the block between its forwards, which then run only the small block's rows, unless
             its first position is masked and predicted by the row before it. False: all run the whole block.
+        edit_threshold: replace a token of the block, but not of the prompt, wherever a forward has another guess that is
+            more probable than this (LLaDA2.1). A block is then final, and reported, after a forward that changes
+            nothing in it. At temperature 0, for rows that predict their own tokens, with small blocks as large as the
+            block. None: tokens stay.
+        max_edits: maximum number of forwards that edit a block without masks.
         temperature: sampling temperature of the guesses; their confidence is their probability at that temperature,
             after filters, which apply above 0 only.
 
@@ -74,10 +81,14 @@ def decode(
     if steps is not None:
         checked_size(_OP, "steps", steps)
     checked_flag(_OP, "block_cache", block_cache)
+    checked_size(_OP, "max_edits", max_edits)
+    if edit_threshold is not None:
+        _check_edits(session, edit_threshold, kind[1] == "own", small_block_size == block_size)
     canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing, "sampling"))
     if not canvas.unfinished:
         return canvas.finish()
     blocks = Blocks(session, canvas, block_size, small_block_size, steps, block_cache, page_size)
+    edits = None if edit_threshold is None else Edits(canvas, edit_threshold, max_edits)
     if blocks.prompts():
         canvas.poll()
     while canvas.unfinished:
@@ -88,9 +99,58 @@ def decode(
         canvas.commit(
             step, guesses.ids, guesses.probs, threshold=threshold, strict=True, min_count=minimum, quota=minimum
         )
+        if edits is not None:
+            edits.write(hidden, blocks.all, step.columns[0])
         canvas.poll()
+        if edits is not None:
+            edits.settle(blocks.all)
         blocks.move_on()
     return canvas.finish()
+
+
+def _check_edits(session: Session, threshold: float, own: bool, whole: bool) -> None:
+    checked_number(_OP, "edit_threshold", threshold, 1.0)
+    for fits, expectation in (
+        (own, "be None where a row predicts the next token"),
+        (whole, "be None with small blocks that are smaller than the block"),
+        (session.params.temperature == 0, "be None with a temperature above 0"),
+        (session.grammar is None, "be None with a grammar"),
+        (session.likely is None, "be None with logprobs, which are those of the forward that fills a position"),
+    ):
+        check(fits, _OP, "edit_threshold", expectation, threshold)
+
+
+class Edits:
+    """Tokens of blocks that are replaced, and which blocks are final."""
+
+    def __init__(self, canvas: Canvas, above: float, most: int) -> None:
+        self._canvas, self._above, self._most = canvas, above, most
+        self._before: list[list[int]] = []
+        canvas.final_ends = [0] * len(canvas.starts)
+
+    def write(self, hidden: torch.Tensor, blocks: list[Block], first: torch.Tensor) -> None:
+        """After the masks of a forward are filled: replaces tokens that were there before it."""
+        canvas, places = self._canvas, []
+        self._before = canvas.answers[:]
+        for block, answer, prompt, on in zip(blocks, canvas.answers, canvas.starts, canvas.active, strict=True):
+            may = on and not (block.complete and block.edits >= self._most)
+            inside = range(max(block.start - prompt, 0), block.end - prompt) if may else range(0)
+            places.append([n for n in inside if answer[n] != canvas.mask_token])
+        canvas.edit(hidden, places, self._above, first)
+
+    def settle(self, blocks: list[Block]) -> None:
+        """After a poll: a block without masks in which the forward has changed nothing is final."""
+        canvas, final = self._canvas, False
+        assert canvas.final_ends is not None
+        for number, block in enumerate(blocks):
+            if not (canvas.active[number] and block.complete):
+                continue
+            block.edits += 1
+            block.complete = canvas.answers[number] == self._before[number]
+            if block.complete:
+                canvas.final_ends[number], block.edits, final = block.end - canvas.starts[number], 0, True
+        if final:
+            canvas.poll()
 
 
 class Block:
@@ -109,6 +169,7 @@ class Block:
         self.start, self._shift = start, shift  # a row predicts the position this many after it
         self.kept = False  # K and V of the block are in the cache
         self.step, self._first = -1, -1
+        self.edits = 0  # forwards over the block without masks, if such edit it
 
     def look(self, answer: list[int], mask: int, prompt: int, sizes: tuple[int, int], keep: bool) -> None:
         """Determines the next forward from the text, where `answer` comes after `prompt` tokens."""
@@ -149,7 +210,7 @@ class Blocks:
         self._shift = rows_ahead(session.model)
         self._cache = session.new_cache(page_size)
         self._row = torch.arange(min(block_size, canvas.tokens.shape[1]), device=canvas.tokens.device)
-        self._blocks = [Block(start // block_size * block_size, self._shift) for start in canvas.starts]
+        self._blocks = self.all = [Block(start // block_size * block_size, self._shift) for start in canvas.starts]
 
     def prompts(self) -> bool:
         """Runs the whole blocks of the prompts, if any; a prompt of whole blocks only may also give its next token."""

@@ -163,7 +163,7 @@ def _fill_polled(
     """The loop whose steps follow from what the texts hold: filled by a threshold, or changed by a hook."""
     runs = [count if steps is None else steps for count in canvas.open_counts()]
     if tokens_hook is not None:
-        canvas.final_end = 0
+        canvas.final_ends = [0] * len(canvas.starts)
     for number in range(max(runs)):
         masks = canvas.open_counts()
         taking = [number < maximum and count > 0 for maximum, count in zip(runs, masks, strict=True)]
@@ -191,7 +191,7 @@ def _fill_polled(
             canvas.rewrite(tokens_hook(number, canvas.tokens.clone()), last)
         canvas.poll()
     if tokens_hook is not None:
-        canvas.final_end = None
+        canvas.final_ends = None
         canvas.poll()
     return canvas.finish()
 

@@ -250,7 +250,7 @@ def fill_all(
 def fill_revising(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, revise: float) -> int:
     """The loop where a step may take tokens back: equal shares until a block is full."""
     for first, last in blocks:
-        canvas.final_end = first
+        canvas.final_ends = [first] * len(canvas.starts)
         masks = canvas.open_counts(first, last)
         runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]
         quotas = [-(-count // run) if run else 0 for count, run in zip(masks, runs, strict=True)]
@@ -262,7 +262,7 @@ def fill_revising(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], st
             canvas.commit(step, guesses.ids, guesses.probs, quota=step.columns[0])
             canvas.reopen(hidden, (first, last), revise, forward.first_row)
             canvas.poll()
-        canvas.final_end = last
+        canvas.final_ends = [last] * len(canvas.starts)
         canvas.poll()
         if not canvas.unfinished:
             break
