@@ -123,12 +123,12 @@ def fast_dllm_v2(
             full = not canvas.masks((start, stop))
             filled = [n for n in range(max(start, canvas.start), stop) if canvas.tokens[n] != mask_token]
             commit(logits, (stop, stop) if full else (start, stop), 1 if full else shares[step])
-            step, edits, before = step + 1, edits + full, list(canvas.tokens)
+            step, edits, earlier = step + 1, edits + full, list(canvas.tokens)
             for n in filled if edits <= max_edits else []:
                 probability, token = logits[n].double().softmax(-1).max(-1)
                 if probability > edit_threshold:
                     canvas.tokens[n] = int(token)
-            final = full and canvas.tokens == before
+            final = full and canvas.tokens == earlier
         start = stop
     while not canvas.done:
         stop = min(start + block_size, canvas.end)

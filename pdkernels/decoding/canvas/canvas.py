@@ -474,7 +474,7 @@ class Canvas(CanvasRecord):
         if width == 0:
             return
         pairs = zip(self.starts, places, strict=True)
-        lines = [[start + n for n in own] + [-1] * (width - len(own)) for start, own in pairs]
+        lines = [[start + n for n in inside] + [-1] * (width - len(inside)) for start, inside in pairs]
         positions = to_device_async(lines, self.tokens.device)
         number = torch.zeros_like(positions[:, :1])  # nothing is drawn
         step = Step(torch.zeros_like(positions[:, :2]), positions, min(map(len, places)) == width, number)

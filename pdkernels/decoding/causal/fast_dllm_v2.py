@@ -108,11 +108,11 @@ def decode(
     return canvas.finish()
 
 
-def _check_edits(session: Session, threshold: float, own: bool, whole: bool) -> None:
+def _check_edits(session: Session, threshold: float, predicts_own: bool, whole_blocks: bool) -> None:
     checked_number(_OP, "edit_threshold", threshold, 1.0)
     for fits, expectation in (
-        (own, "be None where a row predicts the next token"),
-        (whole, "be None with small blocks that are smaller than the block"),
+        (predicts_own, "be None where a row predicts the next token"),
+        (whole_blocks, "be None with small blocks that are smaller than the block"),
         (session.params.temperature == 0, "be None with a temperature above 0"),
         (session.grammar is None, "be None with a grammar"),
         (session.likely is None, "be None with logprobs, which are those of the forward that fills a position"),
@@ -143,12 +143,11 @@ class Edits:
         canvas, final = self._canvas, False
         assert canvas.final_ends is not None
         for number, block in enumerate(blocks):
-            if not (canvas.active[number] and block.complete):
-                continue
-            block.edits += 1
-            block.complete = canvas.answers[number] == self._before[number]
-            if block.complete:
-                canvas.final_ends[number], block.edits, final = block.end - canvas.starts[number], 0, True
+            if canvas.active[number] and block.complete:
+                block.edits += 1
+                block.complete = canvas.answers[number] == self._before[number]
+                if block.complete:
+                    canvas.final_ends[number], block.edits, final = block.end - canvas.starts[number], 0, True
         if final:
             canvas.poll()
 

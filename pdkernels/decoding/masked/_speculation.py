@@ -1,13 +1,8 @@
-"""Exact speculation for a canvas: a forward computes the canvas and further states that it may pass through, and every
-step whose state is among them needs no forward of its own.
+"""Exact speculation for a canvas: a forward also computes states that the canvas may pass through, and a step whose state
+is among them needs no forward. Rows have the same bits in any batch, and random numbers belong to the number of a step.
 
-A step of a sampler is a function of a canvas's state, of logits that are functions of it too, and of random numbers
-that belong to the number of the step. So a state that was guessed right has the logits that a forward over it would
-have: rows have the same bits in any batch. The tokens are those of the sampler without speculation, at any temperature.
-
-Source: Agrawal et al., "Spiffy: Multiplying Diffusion LLM Acceleration via Lossless Speculative Decoding"
-(arXiv 2509.18085): draft states from the model's own last distribution, in a graph in which a state may follow several
-others. The choice of states by `ranked_sets` is ours; Spiffy calibrates it offline.
+Source: "Spiffy" (arXiv 2509.18085): states of the model's own last distribution, in a graph in which a state may follow
+several others. The choice of states by `ranked_sets` is ours; Spiffy calibrates it offline.
 """
 
 from __future__ import annotations
@@ -46,11 +41,7 @@ def ranked_sets(count: int) -> tuple[tuple[int, ...], ...]:
 
 
 class States:
-    """The forward over all states of a batch.
-
-    Args:
-        states: of a sequence, its canvas among them.
-    """
+    """The forward over all `states` of each sequence of a batch, its canvas among them."""
 
     def __init__(self, session: Session, canvas: Canvas, states: int) -> None:
         self._session, self._canvas, self._states = session, canvas, states
@@ -59,15 +50,15 @@ class States:
         self._starts = torch.zeros_like(self._visible)
         self._counts = session.ragged(self._visible)
         self._hidden = torch.empty(0)
-        self._known: list[dict[tuple[int, ...], int]] = []
+        self._computed: list[dict[tuple[int, ...], int]] = []
         self._expected: list[list[int]] = [[] for _ in canvas.starts]
-        """Positions of each sequence in the order in which they are expected, of those that the last step left."""
+        """Positions that the last step left, in the order in which they are expected."""
         self._tokens: list[dict[int, int]] = [{} for _ in canvas.starts]
 
     def compute(self, next_quotas: Sequence[Sequence[int]]) -> None:
         """Runs the canvases, and states that come after them if the coming steps fill so many positions each."""
         answers = [self._drafts(number, quotas) for number, quotas in enumerate(next_quotas)]
-        self._known = [{state: copy for copy, state in reversed([*enumerate(states)])} for states in answers]
+        self._computed = [{state: copy for copy, state in reversed([*enumerate(states)])} for states in answers]
         canvas = self._canvas
         tokens = canvas.tokens.repeat(self._states, 1)
         limits = [len(answer) for answer in canvas.answers]
@@ -88,18 +79,18 @@ class States:
         """`states` texts of a sequence: its own, others that may follow it, and copies of its own in place of more."""
         answer, expected, tokens = self._canvas.answers[number], self._expected[number], self._tokens[number]
         groups = list(_groups(expected, quotas))
-        found = [tuple(answer)]
+        texts = [tuple(answer)]
         for chosen in ranked_sets(4 * self._states):
-            if len(found) == self._states:
+            if len(texts) == self._states:
                 break
             if chosen[-1] < len(groups):
                 filled = {place for group in chosen for place in groups[group]}
-                found.append(tuple(tokens[n] if n in filled else token for n, token in enumerate(answer)))
-        return found + found[:1] * (self._states - len(found))
+                texts.append(tuple(tokens[n] if n in filled else token for n, token in enumerate(answer)))
+        return texts + texts[:1] * (self._states - len(texts))
 
-    def known(self) -> list[int | None]:
+    def matching(self) -> list[int | None]:
         """The state of each sequence that is its text now."""
-        pairs = zip(self._known, self._canvas.answers, strict=True)
+        pairs = zip(self._computed, self._canvas.answers, strict=True)
         return [states.get(tuple(answer)) for states, answer in pairs]
 
     def hidden_of(self, copies: Sequence[int | None]) -> torch.Tensor:
@@ -114,7 +105,9 @@ class States:
             if not taken:
                 continue
             answer, mask = self._canvas.answers[number], self._canvas.mask_token
-            guesses = [(int(at) - start, int(token), sure) for at, token, sure in row if at >= 0]
+            guesses = [
+                (int(at) - start, int(token), confidence_there) for at, token, confidence_there in row if at >= 0
+            ]
             left = [guess for guess in guesses if answer[guess[0]] == mask]
             self._tokens[number] = {at: token for at, token, _ in left}
             self._expected[number] = [at for at, _, _ in sorted(left, key=lambda guess: (-guess[2], guess[0]))]
@@ -143,7 +136,7 @@ def fill_speculating(session: Session, canvas: Canvas, schedules: Sequence[Sched
         states.compute([_coming(schedule[n:]) for schedule, n in zip(schedules, done, strict=True)])
         first = True
         while True:
-            copies = states.known()
+            copies = states.matching()
             on = zip(canvas.active, copies, done, schedules, strict=True)
             taking = [active and copy is not None and n < len(schedule) for active, copy, n, schedule in on]
             if not any(taking):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -60,7 +60,7 @@ SIGMOID = 2
 """Of scores of experts, as `expert_gating_func` numbers them."""
 
 
-def direction(file: GgufFile, fields: Keys, kind: str) -> dict[str, Literal["causal", "bidirectional", "next", "own"]]:
+def direction(file: GgufFile, fields: Keys, kind: str) -> dict[str, Any]:
     """What rows see and predict: `attention` and `predicts` of a `TransformerConfig`.
 
     llama.cpp lets the rows of these architectures see the whole text, whatever a file says, and takes a row's logits
@@ -82,9 +82,9 @@ def mask_token(fields: Keys, kind: object, vocab_size: int) -> int | None:
     """The id of the mask of a diffusion model."""
     if kind not in ARCHITECTURES:
         return None
-    usual = _MASK_TOKENS.get(str(kind))
+    default = _MASK_TOKENS.get(str(kind))
     named = fields.token("tokenizer.ggml.mask_token_id", vocab_size)
-    return usual if named is None and usual is not None and usual < vocab_size else named
+    return default if named is None and default is not None and default < vocab_size else named
 
 
 def experts(fields: Keys, kind: str, count: int, used: int, inner: int) -> ExpertsConfig:

@@ -70,7 +70,7 @@ def save_gguf(model: Transformer, path: str | os.PathLike[str]) -> None:
     check_type(isinstance(model, Transformer), OP, "model", "be a Transformer", type(model).__name__)
     kind, target = _kind(model.config), Path(path)
     state = {**dict(model.named_parameters()), **_packed(model)}
-    tensors = {name: list(found) for name, found in _tensors(model.config, kind, state)}
+    tensors = {name: list(entries) for name, entries in _tensors(model.config, kind, state)}
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.gguf")
     try:
         _write(unfinished, kind, _fields(model, kind), tensors, state)
@@ -99,7 +99,7 @@ def _packed(model: Transformer) -> dict[str, QuantizedWeight]:
 def _fields(model: Transformer, kind: str) -> dict[str, Any]:
     config, rope = model.config, model.config.rope_scaling
     rotated = rope.rotated if isinstance(rope, PartialRotation) else config.head_dim
-    own: dict[str, Any] = {
+    piece: dict[str, Any] = {
         "block_count": config.layers,
         "context_length": config.max_positions,
         "embedding_length": config.hidden_size,
@@ -115,29 +115,29 @@ def _fields(model: Transformer, kind: str) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
     }
     if config.experts is not None:
-        own |= _expert_fields(config, kind)
-    found = {f"{kind}.{name}": value for name, value in own.items()}
+        piece |= _expert_fields(config, kind)
+    entries = {f"{kind}.{name}": value for name, value in piece.items()}
     if kind != gguf_diffusion.DREAM:
-        found["diffusion.shift_logits"] = False
+        entries["diffusion.shift_logits"] = False
     tokens: dict[str, Any] = {"tokenizer.ggml.model": "none"}
     if isinstance(model.tokenizer, JsonTokenizer):
         tokens = fields_of_tokenizer(model.tokenizer, config.vocab_size)
     ends = zip(("eos", "eot", "eom"), model.end_tokens)
     marks = {**{role: token for role, token in ends}, "mask": model.mask_token}
     named = {f"tokenizer.ggml.{role}_token_id": token for role, token in marks.items() if token is not None}
-    return {**found, **tokens, **named}
+    return {**entries, **tokens, **named}
 
 
 def _expert_fields(config: TransformerConfig, kind: str) -> dict[str, Any]:
     experts = config.experts
     assert experts is not None
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "expert_count": experts.count,
         "expert_used_count": experts.per_token,
         "expert_feed_forward_length": experts.intermediate_size,
     }
     if kind == gguf_diffusion.LLADA2:
-        found |= {
+        entries |= {
             "leading_dense_block_count": experts.first,
             "expert_shared_count": experts.shared_size // experts.intermediate_size,
             "expert_shared_feed_forward_length": experts.shared_size,
@@ -147,7 +147,7 @@ def _expert_fields(config: TransformerConfig, kind: str) -> dict[str, Any]:
             "expert_group_count": experts.groups,
             "expert_group_used_count": experts.chosen_groups,
         }
-    return found
+    return entries
 
 
 def _tensors(config: TransformerConfig, kind: str, state: Mapping[str, Any]) -> Iterator[tuple[str, list[_Tensor]]]:
@@ -155,7 +155,7 @@ def _tensors(config: TransformerConfig, kind: str, state: Mapping[str, Any]) -> 
     for name, sources in gguf.layout_of(config, kind, "GGUF").parts():
         if name not in state:
             raise NotImplementedError(message(OP, "model", f"have a parameter {name}", "none"))
-        parameter, first, found = state[name], 0, []
+        parameter, first, entries = state[name], 0, []
         stacked = name.rpartition(".")[2] in ("experts_gate_up", "experts_down")
         for source, shape in sources.items():
             count = shape[int(stacked)]
@@ -163,9 +163,9 @@ def _tensors(config: TransformerConfig, kind: str, state: Mapping[str, Any]) -> 
             order = gguf.turned_rows(kind, config, source, indices)
             rows = slice(first, first + count)
             back = None if order is None else order.view(-1).argsort()
-            found.append(_Tensor(source, shape, _format(name, parameter, shape, rows), rows, back))
+            entries.append(_Tensor(source, shape, _format(name, parameter, shape, rows), rows, back))
             first += count
-        yield name, found
+        yield name, entries
 
 
 def _format(name: str, parameter: Tensor | QuantizedWeight, shape: tuple[int, ...], rows: slice) -> str:
@@ -203,8 +203,8 @@ def _write(
     writer = GGUFWriter(path, kind)
     for name, value in fields.items():
         _add(writer, name, value)
-    for own in tensors.values():
-        for tensor in own:
+    for piece in tensors.values():
+        for tensor in piece:
             type_of = GGMLQuantizationType[tensor.kind]
             block, width = GGML_QUANT_SIZES[type_of]
             size = torch.Size(tensor.shape).numel() // block * width
@@ -213,8 +213,8 @@ def _write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, own in tensors.items():
-            for tensor in own:
+        for name, piece in tensors.items():
+            for tensor in piece:
                 writer.write_tensor_data(_bytes(state[name], tensor).view(-1).numpy())
     finally:
         writer.close()
@@ -240,10 +240,10 @@ def _bytes(parameter: Tensor | QuantizedWeight, tensor: _Tensor) -> Tensor:
         matrices = [parameter[number] for number in range(len(parameter))] if stacked else [parameter]
         return torch.stack([_rows(matrix, tensor) for matrix in matrices])
     values = parameter.detach().cpu()
-    own = values[:, tensor.rows] if stacked else values[tensor.rows]
-    own = own if tensor.order is None else own[tensor.order]
+    piece = values[:, tensor.rows] if stacked else values[tensor.rows]
+    piece = piece if tensor.order is None else piece[tensor.order]
     dtype = next(dtype for dtype, name in _NUMBERS.items() if name == tensor.kind)
-    return own.to(dtype).contiguous().view(-1).view(torch.uint8)
+    return piece.to(dtype).contiguous().view(-1).view(torch.uint8)
 
 
 def _rows(weight: QuantizedWeight, tensor: _Tensor) -> Tensor:
@@ -251,21 +251,21 @@ def _rows(weight: QuantizedWeight, tensor: _Tensor) -> Tensor:
     codes, fields = part.unpacked(weight.width)
     order = torch.arange(tensor.rows.start - first, tensor.rows.stop - first)
     order = order if tensor.order is None else order[tensor.order]
-    return _blocks(part.layout.bits, Quantized(codes[order], {name: own[order] for name, own in fields.items()}))
+    return _blocks(part.layout.bits, Quantized(codes[order], {name: piece[order] for name, piece in fields.items()}))
 
 
 def _blocks(bits: int, matrix: Quantized) -> Tensor:
     """Blocks of 32 codes behind their scale, and their minimum if they have one."""
     codes = matrix.codes.unflatten(1, (-1, BLOCK))
     headers = [matrix.fields[name] for name in ("scale", "minimum") if name in matrix.fields]
-    found = [own.contiguous().view(torch.uint8) for own in headers]
+    entries = [piece.contiguous().view(torch.uint8) for piece in headers]
     if bits == 8:
-        return torch.cat((*found, codes ^ 128), -1)
+        return torch.cat((*entries, codes ^ 128), -1)
     if bits == 5:
         fifth = (codes >> 4).unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
-        found.append(fifth.sum(-1).to(torch.uint8))
+        entries.append(fifth.sum(-1).to(torch.uint8))
     low, high = (codes & 15).split(BLOCK // 2, -1)
-    return torch.cat((*found, low | high << 4), -1)
+    return torch.cat((*entries, low | high << 4), -1)
 
 
 def _check_same(config: TransformerConfig, path: Path) -> None:
@@ -275,6 +275,6 @@ def _check_same(config: TransformerConfig, path: Path) -> None:
     except (ValueError, NotImplementedError) as error:
         raise NotImplementedError(message(OP, "model.config", "be one that the file can hold", str(error))) from None
     for field in fields_of(config):
-        own, found = getattr(config, field.name), getattr(read, field.name)
-        if own != found:
-            raise NotImplementedError(message(OP, f"model.config.{field.name}", f"be {found}, as in the file", own))
+        piece, entries = getattr(config, field.name), getattr(read, field.name)
+        if piece != entries:
+            raise NotImplementedError(message(OP, f"model.config.{field.name}", f"be {entries}, as in the file", piece))

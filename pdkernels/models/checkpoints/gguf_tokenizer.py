@@ -133,11 +133,11 @@ def fields_of_tokenizer(tokenizer: JsonTokenizer, rows: int) -> dict[str, Any]:
     if model["type"] != "BPE" or pre is None:
         expectation = "be byte-level BPE with a pre-tokenizer that GGUF has a name for"
         raise NotImplementedError(message(op, "model.tokenizer", expectation, f"{model['type']} with another one"))
-    texts = {index: text for text, index in model["vocab"].items()} | {one["id"]: one["content"] for one in added}
-    kinds = dict.fromkeys(texts, NORMAL) | {one["id"]: CONTROL if one["special"] else USER for one in added}
+    texts = {index: text for text, index in model["vocab"].items()} | {token["id"]: token["content"] for token in added}
+    kinds = dict.fromkeys(texts, NORMAL) | {token["id"]: CONTROL if token["special"] else USER for token in added}
     count = max(rows, max(texts) + 1)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "model": "gpt2",
         "pre": pre,
         "tokens": [texts.get(index, f"[PAD{index}]") for index in range(count)],
@@ -147,9 +147,9 @@ def fields_of_tokenizer(tokenizer: JsonTokenizer, rows: int) -> dict[str, Any]:
     begins = tokenizer.encode("a") != tokenizer.encode("a", add_special_tokens=False)
     if begins and tokenizer.encode("a") != [tokenizer.bos_token_id, *tokenizer.encode("a", add_special_tokens=False)]:
         raise NotImplementedError(message(op, "model.tokenizer", "add its BOS token alone", "something else"))
-    found |= {} if tokenizer.bos_token_id is None else {"bos_token_id": tokenizer.bos_token_id}
-    found["add_bos_token"] = begins
-    fields = {f"tokenizer.ggml.{name}": value for name, value in found.items() if value != []}
+    entries |= {} if tokenizer.bos_token_id is None else {"bos_token_id": tokenizer.bos_token_id}
+    entries["add_bos_token"] = begins
+    fields = {f"tokenizer.ggml.{name}": value for name, value in entries.items() if value != []}
     template = tokenizer.chat_template
     if template is not None and isinstance(template.source, str):
         fields["tokenizer.chat_template"] = template.source
