@@ -16,13 +16,10 @@ import torch
 from pdkernels.decoding.canvas.canvas import Canvas, Step, Window
 from pdkernels.generation.session import Session, to_device_async
 
-Schedule = Sequence[tuple[Window, int]]
-"""The window of each step of a sequence, and how many positions the step fills."""
+Schedule = Sequence[tuple[Window, int]]  # the window of each step, and how many positions the step fills
 
-_SKIP = 1.5
-"""A state that leaves out a position of the expected order is as likely as one so many steps further."""
-_MOST = 7
-"""Ranks that a set has at most; with more steps it would hardly be met."""
+_SKIP = 1.5  # a group that is left out costs as much as so many steps
+_MOST = 7  # groups of a set
 
 
 @cache
@@ -32,12 +29,9 @@ def ranked_sets(count: int) -> tuple[tuple[int, ...], ...]:
     >>> ranked_sets(4)
     ((0,), (0, 1), (1,), (0, 1, 2))
     """
-    sets = [chosen for size in range(1, _MOST + 1) for chosen in combinations(range(_MOST), size)]
-
-    def cost(chosen: tuple[int, ...]) -> float:
-        return len(chosen) + _SKIP * (sum(chosen) - sum(range(len(chosen))))
-
-    return tuple(sorted(sets, key=lambda chosen: (cost(chosen), chosen))[:count])
+    sets = [groups for size in range(1, _MOST + 1) for groups in combinations(range(_MOST), size)]
+    costs = {groups: len(groups) + _SKIP * (sum(groups) - sum(range(len(groups)))) for groups in sets}
+    return tuple(sorted(sets, key=lambda groups: (costs[groups], groups))[:count])
 
 
 class States:
@@ -98,11 +92,11 @@ class States:
         chosen = to_device_async([[copy or 0] for copy in copies], self._hidden.device)[:, 0]
         return self._hidden[chosen, torch.arange(len(copies), device=chosen.device)]
 
-    def expect(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor, taking: Sequence[bool]) -> None:
+    def expect(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor, stepping: Sequence[bool]) -> None:
         """Takes the guesses of a step for those of the next ones. Reads the device."""
         rows = torch.stack([step.positions.double(), ids.double(), confidence.double()], -1).tolist()
-        for number, (row, taken, start) in enumerate(zip(rows, taking, self._canvas.starts, strict=True)):
-            if not taken:
+        for number, (row, steps, start) in enumerate(zip(rows, stepping, self._canvas.starts, strict=True)):
+            if not steps:
                 continue
             answer, mask = self._canvas.answers[number], self._canvas.mask_token
             guesses = [
@@ -129,8 +123,7 @@ def _coming(schedule: Schedule) -> list[int]:
 
 
 def fill_speculating(session: Session, canvas: Canvas, schedules: Sequence[Schedule], speculate: int) -> int:
-    """The loop of a sampler with a schedule of its own for each sequence, which computes `speculate` states beside the
-    canvas."""
+    """The loop of a sampler, with `speculate` states beside the canvas."""
     states, done = States(session, canvas, 1 + speculate), [0] * session.batch
     while any(on and n < len(schedule) for on, n, schedule in zip(canvas.active, done, schedules, strict=True)):
         states.compute([_coming(schedule[n:]) for schedule, n in zip(schedules, done, strict=True)])
@@ -138,10 +131,10 @@ def fill_speculating(session: Session, canvas: Canvas, schedules: Sequence[Sched
         while True:
             copies = states.matching()
             on = zip(canvas.active, copies, done, schedules, strict=True)
-            taking = [active and copy is not None and n < len(schedule) for active, copy, n, schedule in on]
-            if not any(taking):
+            stepping = [active and copy is not None and n < len(schedule) for active, copy, n, schedule in on]
+            if not any(stepping):
                 break
-            canvas.begin(taking)
+            canvas.begin(stepping)
             if not first:
                 canvas.reuse()
             first = False
@@ -150,6 +143,6 @@ def fill_speculating(session: Session, canvas: Canvas, schedules: Sequence[Sched
             guesses = canvas.guess(states.hidden_of(copies), step)
             canvas.commit(step, guesses.ids, guesses.probs, quota=step.columns[0])
             canvas.poll()
-            states.expect(step, guesses.ids, guesses.probs, taking)
-            done = [n + took for n, took in zip(done, taking, strict=True)]
+            states.expect(step, guesses.ids, guesses.probs, stepping)
+            done = [n + took for n, took in zip(done, stepping, strict=True)]
     return canvas.finish()

@@ -271,10 +271,10 @@ def _blocks(bits: int, matrix: Quantized) -> Tensor:
 def _check_same(config: TransformerConfig, path: Path) -> None:
     """Refuses a configuration of which the file says something else."""
     try:
-        read = gguf.read(path, None).config
+        of_file = gguf.read(path, None).config
     except (ValueError, NotImplementedError) as error:
         raise NotImplementedError(message(OP, "model.config", "be one that the file can hold", str(error))) from None
     for field in fields_of(config):
-        piece, entries = getattr(config, field.name), getattr(read, field.name)
+        piece, entries = getattr(config, field.name), getattr(of_file, field.name)
         if piece != entries:
             raise NotImplementedError(message(OP, f"model.config.{field.name}", f"be {entries}, as in the file", piece))
