@@ -93,7 +93,7 @@ class Layer(nn.Module):
         qkv = self.project(normed, lora=lora)
         mixed = attend(qkv) if self.sinks is None else attend(qkv, sinks=self.sinks)
         x, normed = self._sum(self.project_out(mixed, adapted, lora), x, self.mlp_norm)
-        return x, self._outer(self._mlp(normed, lora))
+        return x, self._outer(self._mlp(normed) if lora is None else self._mlp(normed, lora))
 
     def _sum(
         self, added: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None
