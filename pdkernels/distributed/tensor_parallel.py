@@ -29,6 +29,7 @@ from pdkernels.distributed.shards import OP, Shards
 from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, Transformer, TransformerConfig
 from pdkernels.models.architectures.fused import gated, linear, rms_norm
 from pdkernels.models.architectures.layer import Layer
+from pdkernels.models.architectures.lora import Added
 from pdkernels.models.architectures.recurrent_layer import RecurrentLayer
 from pdkernels.ops import TokenStatistics, linear_token_statistics
 from pdkernels.ops.collectives import gathered, summed
@@ -81,7 +82,10 @@ class ParallelLayer(Layer):
         super().__init__(config)
         self.ranks = ranks
 
-    def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
+    def project_out(
+        self, mixed: torch.Tensor, adapted: torch.Tensor | None = None, lora: Added | None = None
+    ) -> torch.Tensor:
+        assert lora is None  # `load_adapter` refuses such models
         mixed = mixed.flatten(-2)
         out = linear(mixed, self.output)
         if adapted is not None:
@@ -90,7 +94,7 @@ class ParallelLayer(Layer):
             out = out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
         return self._biased(out, self.output_bias)
 
-    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, normed: torch.Tensor, lora: Added | None = None) -> torch.Tensor:
         return self._biased(linear(gated(linear(normed, self.gate_up, self.gate_up_bias)), self.down), self.down_bias)
 
     def _biased(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
