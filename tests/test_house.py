@@ -37,6 +37,7 @@ INTERNAL_FAMILIES = {
     "experts": "tests/models/test_whole_step_experts.py",
     "greedy_steps": "tests/models/test_whole_step.py",
     "next_token": "tests/decoding/test_next_token.py",
+    "lora": "tests/models/test_request_adapters.py",
 }
 
 SOURCES = sorted(
@@ -352,7 +353,8 @@ def test_op_headers_do_not_depend_on_one_another() -> None:
         "greedy_steps": {"next_token", "transformer_layers"},
         "next_token": {"token_statistics"},
         "grouped_linear": {"linear", "quantized_linear"},
-        "transformer_layers": {"experts", "speculative_attention", "transformer_ops"},
+        "lora": {"linear", "low_rank"},
+        "transformer_layers": {"experts", "lora", "speculative_attention", "transformer_ops"},
         "speculative_attention": {"block_sparse_attention"},
     }
 
