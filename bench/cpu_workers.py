@@ -27,7 +27,7 @@ ENGINES = {
     "vLLM": "peers:Vllm",
 }
 """The module of bench/workers and the class."""
-METHODS = ("about", "choices", "begin", "forward", "prompt", "answer", "drafted", "clients", "memory")
+METHODS = ("about", "choices", "begin", "forward", "prompt", "answer", "drafted", "in_pieces", "clients", "memory")
 
 
 def new(spec: dict[str, Any]) -> Any:

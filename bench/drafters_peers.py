@@ -55,11 +55,16 @@ CORRECT = (
 
 def questions(model: Any, others: int) -> dict[str, list[list[int]]]:
     """Prompts whose answers quote them, and held-out ones about the standard library."""
+    quoting = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in (QUESTION, CORRECT)]
+    return {"quoting": quoting, "other": held_out(model, others)}
+
+
+def held_out(model: Any, count: int) -> list[list[int]]:
+    """The first questions about the standard library that no drafter was trained on."""
     sys.path.insert(0, str(ROOT / "examples"))
     from smollm2_texts import prompts
 
-    quoting = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in (QUESTION, CORRECT)]
-    return {"quoting": quoting, "other": prompts(model, others, 160, 0, held_out=True)}
+    return prompts(model, count, 160, 0, held_out=True)
 
 
 def measure(rivals: Rivals, asked: dict[str, list[list[int]]], tokens: int, found: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from bench import (
     long_texts,
     maskbench,
     plots,
+    same_tokens,
     schema_fuzz,
     server_soak,
 )
@@ -398,6 +399,7 @@ TABLES = {
     "cpu_engines real models": lambda rows: cpu_engines_report.real_models(CPU_ENGINES, DRAFTERS),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
+    "same tokens": lambda rows: of_file(same_tokens.RESULTS, same_tokens.same_tokens),
     "long texts": lambda rows: of_file(long_texts.RESULT, long_texts.markdown),
     "recurrent state": lambda rows: of_file(bench_recurrent_state.RESULT, bench_recurrent_state.markdown),
     "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),

@@ -19,6 +19,7 @@ from bench import (
     drafters_report,
     engine_drafts,
     engine_load,
+    same_tokens,
 )
 from bench.cpu_engines import ANSWER, MIN_ROUNDS, Cell
 from bench.cpu_processes import Refused, Worker
@@ -151,6 +152,8 @@ def test_a_worker_answers_and_refuses(tmp_path: Path) -> None:
         took, tokens = worker("answer", text, 6, True)
         greedy = cpu_engines.pd.decoding.generate(own, text, max_new_tokens=6, end_tokens=())
         assert took > 0 and tokens == greedy.tokens.tolist()
+        took, pieces = worker("in_pieces", text * 3, 4, 2)
+        assert took > 0 and [pieces] == worker("clients", [text * 3], 4, False)[2]
         for how in ("none", "lookup", "lookup, auto", "suffix, auto"):
             took, tokens, forwards = worker("drafted", text, 6, how)
             assert took > 0 and tokens == greedy.tokens.tolist() and 0 < forwards <= 6
@@ -158,6 +161,33 @@ def test_a_worker_answers_and_refuses(tmp_path: Path) -> None:
             worker("forward", ["x"])
     finally:
         worker.end()
+
+
+def test_answers_that_change_are_counted() -> None:
+    """By the way of asking, with the first position that differs; a way that an engine lacks is asked once."""
+    told: list[Any] = []
+
+    class Engine:
+        def alone(self, prompts: Any, new: int) -> Any:
+            return 30.0, [[7] * new for _ in prompts]
+
+        def again(self, way: str, prompts: Any, new: int) -> Any:
+            told.append(way)
+            if way == same_tokens.THREADS:
+                raise Refused("it has one")
+            changed = [7, 8, *[7] * (new - 2)]
+            return 15.0, [changed if way == same_tokens.DRAFTS and prompt == [2] else [7] * new for prompt in prompts]
+
+    found: dict[str, Any] = {"tokens": 4, "machine": "one", "torch": "2", "builds": {"a": "a 1"}, "rows": {}}
+    for prompts in ([[1], [2]], [[3]]):
+        same_tokens.measure({"a": Engine()}, prompts, 4, found["rows"])  # type: ignore[dict-item]
+    assert told.count(same_tokens.THREADS) == 1
+    assert found["rows"]["a"]["drafts"] == {"first": [-1, 1, -1], "ms": 30.0, "alone_ms": 60.0}
+    assert "| a | 0 of 3 | 1 of 3 (1) | 0 of 3 | - | 0 of 3 | 2.00x |" in same_tokens.same_tokens(found)
+
+
+def test_prompts_of_a_batch_are_padded_on_the_left() -> None:
+    assert peers.padded([[1, 2, 3], [4]]) == ([[1, 2, 3], [0, 0, 4]], [[1, 1, 1], [0, 0, 1]])
 
 
 def test_kinds_of_drafts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

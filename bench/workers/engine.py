@@ -55,6 +55,10 @@ class Engine:
             raise NotImplementedError(f"it has no drafts of the kind {how!r}")
         return *self.answer(prompt, new, how == "lookup"), None
 
+    def in_pieces(self, prompt: Tokens, new: int, piece: int) -> tuple[float, Tokens]:
+        """As `answer` without lookup, with the prompt read in pieces of `piece` tokens."""
+        raise NotImplementedError("it reads prompts whole")
+
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         """A client for each prompt, all at once, greedy."""
         raise NotImplementedError("it has no clients here")

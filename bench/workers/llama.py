@@ -113,6 +113,19 @@ class LlamaCpp(Engine):
         self.open(len(tokens), 1, len(tokens))
         return self.timed(lambda: self.decode(tokens, 0, last=True)[0])
 
+    def in_pieces(self, prompt: Tokens, new: int, piece: int) -> tuple[float, Tokens]:
+        self.open(len(prompt) + new, 1, piece)
+
+        def run() -> Tokens:
+            for begin in range(0, len(prompt), piece):
+                chosen = self.decode(prompt[begin : begin + piece], begin, last=True)
+            text = [*prompt, *chosen]
+            while len(text) < len(prompt) + new:
+                text += self.decode(text[-1:], len(text) - 1)
+            return text[len(prompt) :]
+
+        return self.timed(run)
+
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         """As its own server batches them: all prompts in one pass, then a token of each sequence in every pass."""
         if lookup:

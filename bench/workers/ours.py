@@ -79,6 +79,14 @@ class Ours(Engine):
         took, found = self.timed(lambda: run(self.model, prompt, method, max_new_tokens=new, end_tokens=(), **options))
         return took, found.tokens.tolist(), found.stats.forwards
 
+    def in_pieces(self, prompt: Tokens, new: int, piece: int) -> tuple[float, Tokens]:
+        with self.pd.Engine(self.model, prompt_tokens_per_step=piece, kept_prompt_tokens=0) as engine:
+            submit = engine.submit
+            took, found = self.timed(
+                lambda: submit(prompt, "autoregressive", max_new_tokens=new, end_tokens=()).result()
+            )
+        return took, found.tokens.tolist()
+
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         method = ("jacobi", {"draft": "lookup"}) if lookup else ("autoregressive", {})
         if not hasattr(self, "server"):

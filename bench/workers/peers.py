@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bench.workers.engine import DRAFT, Engine, Tokens
+from bench.workers.engine import DRAFT, Clients, Engine, Tokens
 
 
 def dequantized(spec: dict[str, Any]) -> Any:
@@ -18,6 +18,14 @@ def dequantized(spec: dict[str, Any]) -> Any:
     transformers.utils.logging.set_verbosity_error()
     file, dtype = Path(spec["file"]), getattr(torch, spec.get("dtype", "bfloat16"))
     return transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+
+
+def padded(prompts: list[Tokens]) -> tuple[list[Tokens], list[Tokens]]:
+    """Prompts of one length, with zeros before them, and where they are."""
+    longest = max(map(len, prompts))
+    zeros = [[0] * (longest - len(prompt)) for prompt in prompts]
+    rows = [zero + prompt for zero, prompt in zip(zeros, prompts, strict=True)]
+    return rows, [zero + [1] * len(prompt) for zero, prompt in zip(zeros, prompts, strict=True)]
 
 
 class Transformers(Engine):
@@ -68,6 +76,19 @@ class Transformers(Engine):
         took, found = self.timed(lambda: self.model.generate(given, attention_mask=mask, **options))
         return took, found[0, given.shape[1] :].tolist()
 
+    def in_pieces(self, prompt: Tokens, new: int, piece: int) -> tuple[float, Tokens]:
+        options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
+        return self.generate(self.torch.tensor([prompt]), options | {"prefill_chunk_size": piece})
+
+    def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
+        """A batch, padded on the left."""
+        if lookup:
+            raise NotImplementedError("its lookup is for one sequence")
+        given, mask = map(self.torch.tensor, padded(prompts))
+        options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
+        took, found = self.timed(lambda: self.model.generate(given, attention_mask=mask, **options))
+        return took, [], found[:, given.shape[1] :].tolist()
+
     def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
         """ "early exit": assisted by the model's own first layers."""
         kinds = {
@@ -102,17 +123,20 @@ class OpenVino(Engine):
         self.api, self.numpy, self.tensor, self.spec = openvino_genai, numpy, openvino.Tensor, spec
         self.plain = self.pipeline()
         self.looking: Any = None
+        self.piecewise: Any = None
 
     def about(self) -> str:
         limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
         version: str = self.api.get_version().split("-")[0]
         return version + (f", ONEDNN_MAX_CPU_ISA={limit}" if limit else "")
 
-    def pipeline(self, **options: Any) -> Any:
+    def pipeline(self, step: int | None = None, **options: Any) -> Any:
+        """Reads at most `step` tokens of prompts in a pass."""
         options |= self.setting | {"INFERENCE_NUM_THREADS": self.spec["threads"]}
         if options.get("ATTENTION_BACKEND") != "SDPA":
             scheduler = self.api.SchedulerConfig()
             scheduler.enable_prefix_caching = False  # or a prompt that was read before costs nothing
+            scheduler.max_num_batched_tokens = step or scheduler.max_num_batched_tokens
             options["scheduler_config"] = scheduler
         return self.api.LLMPipeline(self.spec["file"], "CPU", **options)
 
@@ -152,6 +176,21 @@ class OpenVino(Engine):
             return self.generate(self.plain, prompt, 1, new)
         self.looking = self.looking or self.pipeline(prompt_lookup=True)
         return self.generate(self.looking, prompt, 1, new, num_assistant_tokens=DRAFT, max_ngram_size=2)
+
+    def in_pieces(self, prompt: Tokens, new: int, piece: int) -> tuple[float, Tokens]:
+        self.piecewise = self.piecewise or self.pipeline(step=piece)
+        return self.generate(self.piecewise, prompt, 1, new)
+
+    def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
+        """A batch: what pads it on the left is masked."""
+        if lookup:
+            raise NotImplementedError("its lookup is for one sequence here")
+        rows, mask = (self.numpy.array(part, dtype=self.numpy.int64) for part in padded(prompts))
+        given = self.api.TokenizedInputs(self.tensor(rows), self.tensor(mask))
+        config = self.api.GenerationConfig()
+        config.max_new_tokens, config.do_sample, config.ignore_eos = new, False, True
+        took, found = self.timed(lambda: self.plain.generate(given, config))
+        return took, [], [list(tokens) for tokens in found.tokens]
 
 
 class OnnxRuntime(Engine):
