@@ -1,4 +1,4 @@
-"""A picture of the times of forwards by their number of rows (`pdkernels.decoding.row_times`).
+"""A picture of the times of forwards by their number of rows (`pdkernels.generation.row_times`).
 
 `bench.papers.theory.tensor_budget` is the budget of rows from a data sheet.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdkernels.decoding.row_times import RowTimes, fit_row_times, measure_row_times
+from pdkernels.generation.row_times import RowTimes, fit_row_times, measure_row_times
 
 __all__ = ["RowTimes", "fit_row_times", "measure_row_times", "plot_row_times"]
 

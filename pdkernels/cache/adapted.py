@@ -26,8 +26,8 @@ class AdaptedSequences:
             >>> cache.adapt_([None, "a"]); other.copy_row_(0, cache, 1, 0); other.adapters
             ['a', None]
         """
-        fits = len(adapters) in (0, self.batch)
-        check(fits, "cache.adapt_", "adapters", f"have {self.batch} entries, or none", len(adapters))
+        allowed = len(adapters) in (0, self.batch)
+        check(allowed, "cache.adapt_", "adapters", f"have {self.batch} entries, or none", len(adapters))
         self.adapters = list(adapters) if any(adapter is not None for adapter in adapters) else None
 
     def _adapt_row_(self, row: int, adapter: Any) -> None:

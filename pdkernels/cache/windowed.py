@@ -73,8 +73,8 @@ class TurningPages(KVCacheBase):
 
     def take_(self, other: TurningPages) -> None:
         """Copies what another one has of the same sequences and layers."""
-        kept = other.pages * other.page_size
-        at = (self.lengths[:, None] - kept + torch.arange(kept, device=self.device)).clamp(min=0)
+        rows = other.pages * other.page_size
+        at = (self.lengths[:, None] - rows + torch.arange(rows, device=self.device)).clamp(min=0)
         (pages, slots), (from_pages, from_slots) = (
             (each._table.gather(1, at // each.page_size).long(), at % each.page_size) for each in (self, other)
         )
@@ -246,10 +246,10 @@ class WindowedCache(AdaptedSequences):
         before, least = self.lengths.clone(), self._least
         self._check_kept(before + counts, least)
         groups: list[KVCacheBase] = [] if self.full is None else [self.full]
-        first, *others = groups + list(self.turning.values())
+        first, *later = groups + list(self.turning.values())
         first.commit_(counts, source_index)
         if source_index is not None:
-            for group in others:
+            for group in later:
                 table = group.block_table
                 kv_commit_(group.k, group.v, before.clone(), counts, source_index, block_table=table)
         furthest = torch.maximum(self.furthest.masked_fill(before == 0, 0), self.lengths)
@@ -326,8 +326,8 @@ class WindowedCache(AdaptedSequences):
             least = other.earliest(other_row)
             check(length == 0 or length >= least, op, "length", f"be 0 or at least {least}", length)
         for layer, window in enumerate(self.windows):
-            kept = length if window is None else min(length, window - 1 + BLOCK - 1)
-            at = torch.arange(length - kept, length, device=self.device)
+            rows = length if window is None else min(length, window - 1 + BLOCK - 1)
+            at = torch.arange(length - rows, length, device=self.device)
             to_page, to_slot = _places(self, layer, row, at)
             from_page, from_slot = _places(other, layer, other_row, at)
             for target, source in ((self.k, other.k), (self.v, other.v)):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from pdkernels._validation import check, check_type, refuse
-from pdkernels.decoding.row_times import kept_row_times
 from pdkernels.generation.noise import checked_size
+from pdkernels.generation.row_times import kept_row_times
 
 BlockSize = int | Literal["auto"]
 

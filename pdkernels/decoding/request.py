@@ -94,7 +94,7 @@ def _adapters(model: Any, params: SamplingParams, prompts: int) -> list[Any] | N
         check(len(names) == prompts, _OP, "adapter", f"have one entry for each of {prompts} prompts", len(names))
     each = [names] * prompts if names is None or isinstance(names, str) else names
     adapters = [None if name is None else checked_name(_OP, "adapter", model, name) for name in each]
-    return [one for one in adapters for _ in range(params.n)] if any(adapters) else None
+    return [adapter for adapter in adapters for _ in range(params.n)] if any(adapters) else None
 
 
 def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overflow) -> None:

@@ -111,7 +111,7 @@ class Parts:
         fault = f"{len(items)} properties in any order, more than {_MAX_ANY_ORDER},"
         unsupported(len(items) > _MAX_ANY_ORDER, place, fault, "Leave key_order at 'schema'.")
         needed = sum(1 << n for n, (must, _) in enumerate(items) if must)
-        counted = minimum > 0 or maximum is not None
+        bounded = minimum > 0 or maximum is not None
 
         @cache
         def later(there: int, unnamed: int) -> Expression:
@@ -124,7 +124,7 @@ class Parts:
                 before = EMPTY if first else self._comma
                 for n, (_, item) in enumerate(items):
                     if not there >> n & 1:
-                        after = later(there | 1 << n, unnamed if counted else 1)
+                        after = later(there | 1 << n, unnamed if bounded else 1)
                         ways.append(Seq((before, item, after)))
                 if other_item is not None and (maximum is not None or unnamed == 0):
                     ways.append(Seq((before, other_item, later(there, unnamed + 1))))

@@ -41,20 +41,20 @@ def without_classes(pattern: str, wide: bool) -> str:
     """
     if r"\p" not in pattern and r"\P" not in pattern:
         return pattern
-    inside, negated = False, False
+    in_class, negated = False, False
 
     def written(match: re.Match[str]) -> str:
-        nonlocal inside, negated
+        nonlocal in_class, negated
         kind, name, opening, closing = match.groups()
-        if opening and not inside:
-            inside, negated = True, opening == "[^"
+        if opening and not in_class:
+            in_class, negated = True, opening == "[^"
         elif closing:
-            inside = negated = False
+            in_class = negated = False
         if kind is None:
             return match[0]
         ranges = _class(name, kind == "P", wide != negated)
         text = "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
-        return text if inside else f"[{text}]"
+        return text if in_class else f"[{text}]"
 
     return _PIECE.sub(written, pattern)
 
@@ -64,13 +64,13 @@ def _class(name: str | None, excluded: bool, wide: bool) -> Ranges:
     value = _NAMES.get(value, value)
     categories = _categories()
     members = [category for category in categories if category in _GROUPS.get(value, ()) or category.startswith(value)]
-    known = (
+    readable = (
         value in ("L", "M", "N", "P", "S", "Z")
         or value in _GROUPS
         or (value in categories and value not in ("Cn", "Cs"))
     )
     refuse(
-        not known,
+        not readable,
         OP,
         f"the class \\p{{{(name or '')[:40]}}} of a pattern is no general category of Unicode, which are followed",
         "Write the ranges of its characters.",

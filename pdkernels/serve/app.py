@@ -26,8 +26,8 @@ try:
     from pydantic import ValidationError
     from starlette.exceptions import HTTPException
 except ModuleNotFoundError as missing:
-    words = "a server needs FastAPI and uvicorn"
-    raise ImportError(sentence("serve", words, "Install them with `pip install fastapi uvicorn`.")) from missing
+    fault = "a server needs FastAPI and uvicorn"
+    raise ImportError(sentence("serve", fault, "Install them with `pip install fastapi uvicorn`.")) from missing
 
 from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
@@ -196,8 +196,8 @@ def create_app(
         if not engine.running:
             return PlainTextResponse(f"{why_closed(engine.failure)}\n", 503)
         running, waiting = grammars.counts
-        words = f"grammars: {running} compiling, {waiting} waiting\n" if running + waiting else ""
-        return PlainTextResponse(f"stuck\n{words}", 503) if grammars.stuck else PlainTextResponse(f"ok\n{words}")
+        state = f"grammars: {running} compiling, {waiting} waiting\n" if running + waiting else ""
+        return PlainTextResponse(f"stuck\n{state}", 503) if grammars.stuck else PlainTextResponse(f"ok\n{state}")
 
     @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:

@@ -133,7 +133,7 @@ class Frontend:
             fault = "logprobs with echo would be those of the prompt too, which are not computed"
             raise Refused(fault, 400, "logprobs")
         if body.suffix:
-            prompts = [self._infilled(body, one) for one in prompts]
+            prompts = [self._infilled(body, prompt) for prompt in prompts]
         return Draft("text", prompts, body.max_tokens, asked_grammar(body), echo=body.echo)
 
     def _infilled(self, body: CompletionRequest, prompt: str | list[int]) -> list[int]:

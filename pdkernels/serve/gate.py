@@ -93,8 +93,8 @@ class Gate:
                 scheme, key = "bearer", headers[b"x-api-key"][-1]
             same = hmac.compare_digest(key.strip().encode("latin-1"), self._key.encode())
             if not (same and scheme.lower() == "bearer"):
-                words = "the API key is wrong" if key else "there is no API key: send Authorization: Bearer KEY"
-                raise Refused(words, 401)
+                fault = "the API key is wrong" if key else "there is no API key: send Authorization: Bearer KEY"
+                raise Refused(fault, 401)
         coding = ", ".join(headers.get(b"content-encoding", ["identity"]))
         if coding != "identity":
             raise Refused(f"a body with Content-Encoding {shown(coding)} is not supported here", 415)
@@ -146,8 +146,8 @@ def log_failure(method: str, path: str, error: BaseException) -> None:
     """One line of what an answer failed of, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    words = clipped(" ".join(str(error).split()), 400)
-    LOG.error("%s %s failed: %s: %s%s", method, clipped(path, 100), type(error).__name__, words, place)
+    reason = clipped(" ".join(str(error).split()), 400)
+    LOG.error("%s %s failed: %s: %s%s", method, clipped(path, 100), type(error).__name__, reason, place)
 
 
 def is_loopback(host: str) -> bool:

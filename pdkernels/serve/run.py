@@ -40,9 +40,9 @@ def listeners(host: str, port: int) -> list[socket.socket]:
         if not found:
             assert failed is not None
             taken = failed.errno == errno.EADDRINUSE
-            words = "it is taken" if taken else str(failed.strerror or failed).split(" (while", 1)[0].lower()
+            reason = "it is taken" if taken else str(failed.strerror or failed).split(" (while", 1)[0].lower()
             remedy = "Choose another with --port." if taken else ""
-            raise OSError(sentence("serve", f"cannot listen on port {port} of {host}: {words}", remedy))
+            raise OSError(sentence("serve", f"cannot listen on port {port} of {host}: {reason}", remedy))
         opened.pop_all()
     return found
 

@@ -193,8 +193,8 @@ class ChatRequest(Settings):
         function = isinstance(named, dict) and named.keys() == {"name"} and isinstance(named["name"], str)
         if value in ("auto", "none", "required") or (function and value["type"] == "function"):
             return value
-        words = """must be "auto", "none", "required", or a function: {"type": "function", "function": {"name": ..}}"""
-        raise PydanticCustomError("tool_choice", words)
+        fault = """must be "auto", "none", "required", or a function: {"type": "function", "function": {"name": ..}}"""
+        raise PydanticCustomError("tool_choice", fault)
 
     def settings(self) -> dict[str, Any]:
         """The settings that it has; `logprobs` is a number here, too."""
@@ -219,8 +219,8 @@ class CompletionRequest(Settings):
         try:
             return handler(value)
         except ValidationError:
-            words = "must be a text, a list of token ids, or a list of texts or of lists of ids"
-            raise PydanticCustomError("prompt", words) from None
+            fault = "must be a text, a list of token ids, or a list of texts or of lists of ids"
+            raise PydanticCustomError("prompt", fault) from None
 
 
 class ReplayRequest(Strict):

@@ -138,8 +138,8 @@ def asked_calls(body: ChatRequest, source: str, tokenizer: Any) -> Calling | Non
     form = form_of(source)
     forced, strict = choice != "auto", any(tool.function.strict for tool in body.tools)
     if "tools" not in source and not forced:
-        words = "the chat template of this model has no place for tools; with tool_choice 'required' or one tool, an answer is a call nevertheless"
-        raise Refused(words, 400, "tools")
+        fault = "the chat template of this model has no place for tools; with tool_choice 'required' or one tool, an answer is a call nevertheless"
+        raise Refused(fault, 400, "tools")
     if isinstance(choice, dict):
         name = choice["function"]["name"]
         if name not in tools:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate, row_times
 from pdkernels.decoding.costs import StepCosts
-from pdkernels.decoding.row_times import fit_row_times
 from pdkernels.decoding.steps.lengths import SLACK, Lengths
+from pdkernels.generation.row_times import fit_row_times
 from tests.support.drafters import with_drafters
 from tests.support.tri_mode import small_transformer
 

@@ -124,7 +124,7 @@ ROWS = (
     Row(
         "Appendix D, Figure 7",
         "Time of a forward by its number of rows, and the knee",
-        ("pdkernels.decoding.row_times.measure_row_times", "bench.papers.row_times"),
+        ("pdkernels.generation.row_times.measure_row_times", "bench.papers.row_times"),
         ("tests/papers/test_theory.py::test_the_fit_finds_a_knee_that_is_known",),
         figures=("knee",),
     ),

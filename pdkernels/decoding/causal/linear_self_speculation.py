@@ -16,7 +16,6 @@ from pdkernels._philox import uniforms
 from pdkernels._validation import check, refuse
 from pdkernels.backends import backend_of
 from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
-from pdkernels.decoding.row_times import kept_row_times
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
 from pdkernels.generation.noise import (
     OWN,
@@ -28,6 +27,7 @@ from pdkernels.generation.noise import (
     drafted,
     sample,
 )
+from pdkernels.generation.row_times import kept_row_times
 from pdkernels.generation.sampler import Sampler
 from pdkernels.generation.session import Session, has_no_choice, is_end
 from pdkernels.generation.traces import LinearStep

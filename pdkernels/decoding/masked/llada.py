@@ -86,8 +86,8 @@ def decode(
     by_confidence = by_confidence_of_own(remasking, guidance) and not late_end
     check(revise == 0 or by_confidence, _OP, "revise", "be 0 with random remasking, late ends or guidance", revise)
     if checked_speculation(speculate) > 0:
-        fits = by_confidence_of_own(remasking, guidance) and revise == 0
-        check(fits, _OP, "speculate", "be 0 with random remasking, guidance or revise", speculate)
+        supported = by_confidence_of_own(remasking, guidance) and revise == 0
+        check(supported, _OP, "speculate", "be 0 with random remasking, guidance or revise", speculate)
         return fill_speculating(session, canvas, schedules(canvas, blocks, steps, spread), speculate)
     forward = WholeCanvas(session, canvas)
     if revise > 0:

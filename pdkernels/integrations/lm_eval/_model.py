@@ -102,8 +102,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         refuse(bool(add_bos_token) and not bos, OP, "add_bos_token needs a tokenizer with a BOS token")
         if prefix_token_id is not None:
             size = self.model.config.vocab_size
-            fits = 0 <= integer(OP, "prefix_token_id", prefix_token_id, 0) < size
-            check(fits, OP, "prefix_token_id", f"be an id below {size}", prefix_token_id)
+            in_range = 0 <= integer(OP, "prefix_token_id", prefix_token_id, 0) < size
+            check(in_range, OP, "prefix_token_id", f"be an id below {size}", prefix_token_id)
         self.template_variables = dict(chat_template_args or {})
         if enable_thinking is not None:
             self.template_variables["enable_thinking"] = enable_thinking

@@ -129,8 +129,8 @@ def renoise(
         input_ids.dim() == 2 and input_ids.shape[1] > 0, OP, "input_ids", "be (batch, prompt)", tuple(input_ids.shape)
     )
     if attention_mask is not None:
-        fits = attention_mask.shape == input_ids.shape
-        check(fits, OP, "attention_mask", f"have the shape {tuple(input_ids.shape)}", tuple(attention_mask.shape))
+        same_shape = attention_mask.shape == input_ids.shape
+        check(same_shape, OP, "attention_mask", f"have the shape {tuple(input_ids.shape)}", tuple(attention_mask.shape))
     batch, length = input_ids.shape
     size, device = int(model.config.canvas_length), input_ids.device
     numbers = _Numbers(checked_seeds(OP, seed, batch).to(device), int(model.config.get_text_config().vocab_size))
@@ -281,8 +281,8 @@ class _Canvas:
 def within_budget(entropy: Tensor, budget: float) -> Tensor:
     """The accepted positions, ``(batch, length)`` bool: those whose lower entropies add up to at most `budget`."""
     ranked, order = entropy.sort(-1)
-    fits = ranked.cumsum(-1) - ranked <= budget
-    return torch.zeros_like(fits).scatter(-1, order, fits)
+    drawn = ranked.cumsum(-1) - ranked <= budget
+    return torch.zeros_like(drawn).scatter(-1, order, drawn)
 
 
 def _ids(value: Any) -> list[int]:

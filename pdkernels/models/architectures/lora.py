@@ -103,7 +103,7 @@ class LoraAdapter:
                 for first, *halves in pairs:
                     found.update(repr((matrix, first, [(half.dtype, half.shape) for half in halves])).encode())
                     for half in halves:
-                        found.update(half.detach().cpu().contiguous().view(torch.uint8).numpy())
+                        found.update(half.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
             found.update(b"layer")
         return found.hexdigest()
 

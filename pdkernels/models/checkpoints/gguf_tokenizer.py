@@ -60,8 +60,8 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
             raise NotImplementedError(message(OP, label, f"be one of {', '.join(known)}", shown(value)))
     tokens = _texts(fields, "tokens")
     label = f"{fields.where}: tokenizer.ggml."
-    fits = len(tokens) <= vocab_size
-    check(fits, OP, f"{label}tokens", f"be as many as the embedding has rows ({vocab_size}), or fewer", len(tokens))
+    enough = len(tokens) <= vocab_size
+    check(enough, OP, f"{label}tokens", f"be as many as the embedding has rows ({vocab_size}), or fewer", len(tokens))
     vocabulary = {token: index for index, token in enumerate(tokens)}
     check(len(vocabulary) == len(tokens), OP, f"{label}tokens", "differ from each other", "the same one twice")
     pairs = [] if pieces else [tuple(merge.split(" ")) for merge in _texts(fields, "merges")]
@@ -69,8 +69,8 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
     check(known_pairs, OP, f"{label}merges", "be pairs of tokens that make another one", "something else")
     kinds = fields.get("tokenizer.ggml.token_type")
     kinds = [1] * len(tokens) if kinds is None else kinds
-    fits = isinstance(kinds, list) and len(kinds) == len(tokens)
-    check(fits, OP, f"{label}token_type", "be one number for each token", shown(kinds))
+    aligned = isinstance(kinds, list) and len(kinds) == len(tokens)
+    check(aligned, OP, f"{label}token_type", "be one number for each token", shown(kinds))
     kinds = [marks.kinds.get(index, kind) for index, kind in enumerate(kinds)]
     with naming(fields.where, "hold a tokenizer that the library `tokenizers` takes"):
         if pieces:
@@ -206,6 +206,6 @@ def _template(fields: Keys, tokens: list[str]) -> ChatTemplate | None:
     named |= {
         name: fields.token(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos", "cls", "mask")
     }
-    words = {f"{name}_token": tokens[token] for name, token in named.items() if token is not None}
+    special_tokens = {f"{name}_token": tokens[token] for name, token in named.items() if token is not None}
     sources = found["default"] if set(found) == {"default"} else found
-    return ChatTemplate(sources, words, f"{fields.where}: {main}")
+    return ChatTemplate(sources, special_tokens, f"{fields.where}: {main}")

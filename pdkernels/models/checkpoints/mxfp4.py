@@ -59,8 +59,8 @@ def _powers(blocks: Blocks) -> tuple[Tensor, bool]:
         fail("QuantizedWeight", "scales", "be finite", f"{int((blocks.exponents == 255).sum())} others")
     nothing = (blocks.numbers & 7).unflatten(1, (-1, BLOCK)).amax(-1) == 0
     power = blocks.exponents.int() - _BIAS
-    fits = (power >= _HALF_POWERS[0]) & (power <= _HALF_POWERS[1]) | nothing
-    return torch.ldexp(torch.ones(power.shape), power).masked_fill(nothing, 0), bool(fits.all())
+    in_range = (power >= _HALF_POWERS[0]) & (power <= _HALF_POWERS[1]) | nothing
+    return torch.ldexp(torch.ones(power.shape), power).masked_fill(nothing, 0), bool(in_range.all())
 
 
 def _weight(blocks: Blocks, layout: Layout) -> QuantizedWeight:

@@ -24,7 +24,7 @@ import torch
 
 from pdkernels._validation import check
 
-_OP = "decoding.row_times"
+_OP = "generation.row_times"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
