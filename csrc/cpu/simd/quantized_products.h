@@ -29,11 +29,15 @@ constexpr int kRuns = Layout::kBlock / 4;  // of four columns in a block
 constexpr int kRunBytes = 4 * Layout::kTile;
 
 constexpr int kInTile = Layout::kTile / kLanes;  // vectors of a tile
+// Whether so many rows read a tile after the other, in the order in which they lie in memory, as fast as memory is.
+// With more arithmetic, tiles that share it cost less.
+template <int rows, int bits>
+constexpr bool kInOrder = rows == 1 || (rows == 2 && bits == 8);
 // With few rows narrow vectors share what is loaded of them, and read a tile as it lies in memory.
-template <int rows>
-constexpr int kVectorsOf = rows == 1 && kInTile == 1  ? 1
-                           : rows <= 2 && kInTile > 1 ? 2
-                                                      : kVectors;
+template <int rows, int bits>
+constexpr int kVectorsOf = kInTile > 1 && rows <= 2               ? 2
+                           : kInTile == 1 && kInOrder<rows, bits> ? 1
+                                                                  : kVectors;
 constexpr int kTiles = kVectors > kInTile ? kVectors / kInTile : 1;  // that are multiplied together
 
 // Tiles that are multiplied together, `distance` bytes apart. Their vectors are neighbours in a tile, or one in each.

@@ -51,23 +51,38 @@ PDK_INLINE Ints signed_bytes(const uint8_t* from) {
 PDK_INLINE Vec to_vec(Ints x) { return __builtin_convertvector(x, Vec); }
 
 // What is read next of a matrix: fetched from memory while the tiles before it are multiplied. With several rows it
-// goes to the second-level cache: lines on their way into the first one would keep what is read there from coming.
+// goes to the second-level cache: lines on their way into the first one would keep what is read there from coming. Of a
+// tile that is read in order it is the next block, whose lines are asked for in their order.
+template <bool first_level>
 struct Stream {
   const uint8_t* at;
   int64_t step;  // bytes that are read of a block; 0: they were fetched before
 
-  template <int rows>
   PDK_INLINE void advance() {
-    for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(at + i, 0, rows == 1 ? 3 : 2);
+    for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(at + i, 0, first_level ? 3 : 2);
     at += step;
   }
 };
 
+// The processor fetches a tile by itself, faster than it could be asked for, as long as addresses ascend. So the
+// headers come before the codes, though each block reads but a few bytes of them. And since processors stop at the end
+// of a page, each page of the next tile is begun.
+PDK_INLINE void begin_tile(const uint8_t* tile, const Tiles& tiles) {
+  constexpr int64_t page = 4096;
+  for (int64_t i = 0; i < tiles.headers; i += 64) __builtin_prefetch(tile + i, 0, 3);
+  const uint8_t *next = tile + tiles.bytes, *end = next + tiles.bytes;
+  for (next += -reinterpret_cast<int64_t>(next) & (page - 1); next < end; next += page) {
+    __builtin_prefetch(next, 0, 2);
+    __builtin_prefetch(next + 64, 0, 2);
+  }
+}
+
 // Sums of `rows` rows from `row` on with outputs from `lane` of a tile on: some neighbouring vectors of it, or one in
 // each of some tiles.
-template <Scales kScales, int bits, int vectors, int rows, class Products>
+template <Scales kScales, int bits, int vectors, int rows, bool first_level, class Products>
 PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& layout, const Tiles& tiles, int lane,
-                               int64_t row, Stream stream, Products& products, Vec (&total)[vectors][rows]) {
+                               int64_t row, Stream<first_level> stream, Products& products,
+                               Vec (&total)[vectors][rows]) {
   constexpr bool signed_codes = Products::template kSigned<bits>;
   constexpr Layout kind{kScales, bits, 0};
   constexpr QuantizedScales fields = kind.fields();
@@ -101,7 +116,7 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
     }
     const int64_t last = one_block ? first + 1 : smaller(first + size, blocks);
     for (int64_t b = first; b < last; ++b) {
-      stream.template advance<rows>();
+      stream.advance();
       const uint8_t* block[vectors];
       Vec scale[vectors], minimum[vectors];
       Ints factors[vectors][2]{};
@@ -176,7 +191,7 @@ struct Piece {
 template <Scales kScales, int bits, int rows, class Products>
 PDK_INLINE void multiply_panel(const QuantizedLinearArgs& args, const Layout& layout, const Tiles& tiles,
                                const Piece& piece, int64_t row, Products& products) {
-  constexpr int vectors = kVectorsOf<rows>, lanes = kInTile > 1 ? vectors * kLanes : kLanes;
+  constexpr int vectors = kVectorsOf<rows, bits>, lanes = kInTile > 1 ? vectors * kLanes : kLanes;
   constexpr int at_once = kInTile > 1 ? 1 : vectors, passes = Layout::kTile / lanes;
   if constexpr (rows == kRows) {
     const char* out = piece.out + (row - piece.row) * piece.out_stride;
@@ -188,10 +203,12 @@ PDK_INLINE void multiply_panel(const QuantizedLinearArgs& args, const Layout& la
   // the next one is fetched meanwhile.
   constexpr bool at_first = passes > 1 || Products::kUnpacked;
   const int64_t ahead = at_first ? larger(at_once * tiles.bytes, kAhead) : (at_once - 1) * tiles.bytes + kAhead;
-  const int64_t step = row == 0 ? (at_once * tiles.share + passes - 1) / passes : 0;
+  constexpr bool in_order = kInOrder<rows, bits> && !at_first;
+  const int64_t step = row > 0 ? 0 : in_order ? layout.code_bytes() : (at_once * tiles.share + passes - 1) / passes;
   Tiles own = tiles;
   for (int t = 0; t < tiles.count; t += at_once, own.data += tiles.bytes) {
-    Stream stream{own.data + ahead, step};
+    if (in_order && row == 0) begin_tile(own.data, tiles);
+    Stream<in_order || rows == 1> stream{own.data + (in_order ? tiles.headers : ahead), step};
     float* const sums = piece.of(row) + t * Layout::kTile;
     for (int lane = 0; lane < Layout::kTile; lane += lanes, stream.at += step * args.quantized.blocks) {
       Vec total[vectors][rows];
