@@ -136,7 +136,11 @@ struct Ahead {
   }
 };
 
-// The weights that a stream comes to next: the same place of later outputs, for the first-level cache.
+// The weights that a stream comes to next: the same place of later outputs. What one row reads is in order of
+// addresses, and the processor fetches it by itself, up to the end of a page: so pages are begun. Otherwise lines are
+// asked for, into the second-level cache, since on their way into the first one they would keep what is read there from
+// coming.
+template <bool in_order>
 struct Later {
   const char* at;
   int64_t stride;
@@ -144,10 +148,16 @@ struct Later {
   // A vector of each of so many outputs, a line of memory once.
   template <int outputs>
   PDK_INLINE void fetch() {
-    constexpr uintptr_t kLine = 64, kBytes = sizeof(Vec) < kLine ? sizeof(Vec) : kLine;
-    if (kBytes == kLine || (reinterpret_cast<uintptr_t>(at) & (kLine - kBytes)) == 0) {
+    constexpr uintptr_t kLine = 64, kPage = 4096, kBytes = sizeof(Vec) < kLine ? sizeof(Vec) : kLine;
+    const auto place = reinterpret_cast<uintptr_t>(at);
+    if constexpr (in_order) {
+      if (place % kPage < kBytes) {
+        __builtin_prefetch(at, 0, 2);
+        __builtin_prefetch(at + kLine, 0, 2);
+      }
+    } else if (kBytes == kLine || place % kLine < kBytes) {
 #pragma GCC unroll 8
-      for (int o = 0; o < outputs; ++o) __builtin_prefetch(at + o * stride, 0, 3);
+      for (int o = 0; o < outputs; ++o) __builtin_prefetch(at + o * stride, 0, 2);
     }
     at += sizeof(Vec);
   }
@@ -310,7 +320,8 @@ void stream_outputs(const LinearArgs& args, const X* x, int64_t x_stride, const 
         const auto add = [&](int64_t o, auto count) {
           const bool turns = o + further >= outputs && end < args.width;
           const W* next = turns ? own + (o + further - outputs) * stride + end : own + (o + further) * stride + begin;
-          Later later{reinterpret_cast<const char*>(next), stride * static_cast<int64_t>(sizeof(W))};
+          Later<rows == 1 && group == 1> later{reinterpret_cast<const char*>(next),
+                                               stride * static_cast<int64_t>(sizeof(W))};
           for (int64_t at = begin; at < end; at += depth) {
             multiply_strip<rows, count.kCount>(x, x_stride, own + o * stride, stride, at, smaller(at + depth, end),
                                                sums.at + o, later);
