@@ -199,7 +199,8 @@ class HybridCache:
         return int(torch.where(self.lengths == 0, computed - stored, computed).max())
 
     def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
-        """Keeps accepted rows, as that of the KV cache. No state changes, and no pending row moves.
+        """Keeps accepted rows, as that of the KV cache; of a tree those of one branch, since what a row adds to a state
+        depends on the rows before it. No state changes, and no pending row moves.
 
         Raises:
             ValueError: more rows than can be pending; fewer than are in the states already, those of a prompt but for

@@ -108,7 +108,7 @@ def fuzz(seed: int, steps: int, page_size: int | None) -> None:
             continue
         fresh = [len(text) == 0 for text in texts]
         paths = [list(range(counts[b])) for b in range(BATCH)]
-        if tree is not None and draw.random() < 0.7:
+        if tree is not None:  # a branch: what a row adds to a state depends on those before it
             ends = [draw.randrange(rows) for _ in range(BATCH)]
             paths = [tree.path(end)[: room[b]] for b, end in enumerate(ends)]
         accepted = [draw.randrange(len(path) + 1) for path in paths]
