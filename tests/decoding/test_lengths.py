@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import generate, row_times
+from pdkernels.decoding import generate
 from pdkernels.decoding.costs import StepCosts
 from pdkernels.decoding.steps.lengths import SLACK, Lengths
+from pdkernels.generation import row_times
 from pdkernels.generation.row_times import fit_row_times
 from tests.support.drafters import with_drafters
 from tests.support.tri_mode import small_transformer

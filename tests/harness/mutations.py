@@ -103,7 +103,9 @@ MUTATIONS = {
         "self.drafted.lengths.copy_(read)", "read", "decoding/test_eagle.py"
     ),
     "a masked token that may be revised is reported as final": Mutation(
-        "canvas.final_end = first", "canvas.final_end = last", "decoding/test_masked_options.py"
+        "canvas.final_ends = [first] * len(canvas.starts)",
+        "canvas.final_ends = [last] * len(canvas.starts)",
+        "decoding/test_masked_options.py",
     ),
     "log-probabilities are those of the filtered model": Mutation(
         "return logits if unfiltered is None else unfiltered", "return logits", "decoding/test_request_options.py"
