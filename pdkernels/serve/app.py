@@ -42,6 +42,7 @@ from pdkernels.serve.options import MethodSettings, placed
 from pdkernels.serve.responses import add_responses
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest, Settings
 from pdkernels.serve.service import POLL, Service
+from pdkernels.serve.threads import in_thread
 from pdkernels.serve.tokenizing import add_tokenizer
 
 
@@ -215,7 +216,7 @@ def create_app(
             most = front.limit("text", len(ids), body.max_tokens)
             return engine.submit(ids, found, max_new_tokens=most, trace=True, timeout=bounds.seconds, **settings)
 
-        handle = await asyncio.to_thread(submit)
+        handle = await in_thread(submit)
         try:
             while not handle.done:
                 await asyncio.sleep(POLL / 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from pdkernels.engine import Generation
 from pdkernels.serve.parser import AnswerParser, Thought
 from pdkernels.serve.stops import StopCut
 from pdkernels.serve.tagged import CallDelta
+from pdkernels.serve.threads import in_thread
 
 Standing = list[str | None]
 """What stands after a text: pieces of text, None for each position where nothing is written."""
@@ -121,9 +121,7 @@ class Choice:
         if go_on is None or parser is None or self.handle.finish_reason != "length" or parser.over or self._cancelled:
             return False, news
         closes = parser.thinking
-        continuation = await asyncio.to_thread(
-            go_on, [token for piece in self.handle.pieces for token in piece.ids], closes
-        )
+        continuation = await in_thread(go_on, [token for piece in self.handle.pieces for token in piece.ids], closes)
         if closes:
             news += self._read(self._decoder.flush() + self._closing)
             self._decoder = self.tokenizer.incremental()

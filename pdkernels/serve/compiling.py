@@ -12,6 +12,7 @@ from pdkernels.decoding import Grammar
 from pdkernels.engine import EngineFull
 from pdkernels.grammar.budget import bounded
 from pdkernels.serve.errors import Refused
+from pdkernels.serve.threads import called
 
 _THREADS = 2
 _MAX_WAITING = 64
@@ -87,7 +88,7 @@ class GrammarPool:
             finally:
                 self._running.remove(job)
 
-        job.result = asyncio.get_running_loop().run_in_executor(self._threads, compiled)
+        job.result = asyncio.get_running_loop().run_in_executor(self._threads, called, compiled)
         return job
 
     def _leave(self, key: Hashable, job: _Job) -> None:

@@ -5,7 +5,6 @@ Source: docs.anthropic.com/en/api/messages and /messages-streaming, and the type
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
@@ -22,6 +21,7 @@ from pdkernels.serve.gate import log_failure
 from pdkernels.serve.schema import ChatRequest, Common, OneAnswer, Strict
 from pdkernels.serve.service import Service
 from pdkernels.serve.tagged import read_json
+from pdkernels.serve.threads import in_thread
 
 _FIELDS = {
     "response_format": "output_config.format",
@@ -288,4 +288,4 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> dict[str, int]:
         with renamed(_FIELDS):
-            return {"input_tokens": len(await asyncio.to_thread(service.front.chat_tokens, body.chat()))}
+            return {"input_tokens": len(await in_thread(service.front.chat_tokens, body.chat()))}

@@ -18,6 +18,7 @@ from pdkernels.serve.errors import Refused
 from pdkernels.serve.forms import Asked
 from pdkernels.serve.frontend import Draft, Frontend
 from pdkernels.serve.schema import ChatRequest, CompletionRequest
+from pdkernels.serve.threads import in_thread
 
 POLL = 0.25  # seconds between looks for a client that has gone
 
@@ -38,7 +39,7 @@ class Service:
         """The answer to a chat, which has begun."""
         self._bound(body)
         # A template runs in a process of its own, for which this waits.
-        return await self._submitted(request, body, await asyncio.to_thread(self.front.chat, body))
+        return await self._submitted(request, body, await in_thread(self.front.chat, body))
 
     async def completion(self, request: Request, body: CompletionRequest) -> Answer:
         """The same for a completion."""
@@ -71,7 +72,7 @@ class Service:
 
     async def _submitted(self, request: Request, body: ChatRequest | CompletionRequest, draft: Draft) -> Answer:
         grammar = await self._compiled(request, body, draft.asked)
-        return await asyncio.to_thread(self.front.submit, body, draft, grammar)
+        return await in_thread(self.front.submit, body, draft, grammar)
 
     async def _compiled(
         self, request: Request, body: ChatRequest | CompletionRequest, form: Asked | None

@@ -5,7 +5,6 @@ Source: docs.vllm.ai, "OpenAI-Compatible Server", "Tokenizer API".
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -15,6 +14,7 @@ from pdkernels.serve.errors import Refused
 from pdkernels.serve.frontend import Frontend
 from pdkernels.serve.log_probs import shown, written
 from pdkernels.serve.schema import ChatRequest, Strict, Tool
+from pdkernels.serve.threads import in_thread
 
 
 class TokenizeRequest(Strict):
@@ -97,7 +97,7 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
     @app.post("/tokenize", response_model_exclude_none=True)
     @app.post("/v1/tokenize", response_model_exclude_none=True)
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-        ids = await asyncio.to_thread(encoded, body)
+        ids = await in_thread(encoded, body)
         longest = front.engine.max_prompt_tokens + front.engine.max_new_tokens
         texts = token_texts(front.engine.model.tokenizer, ids) if body.return_token_strs else None
         return TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=texts)

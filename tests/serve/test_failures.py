@@ -57,7 +57,7 @@ def test_a_template_that_fails_ends_its_request_alone(serve: Any, template: str)
     assert engine.running
 
 
-@pytest.mark.parametrize("kind", [KeyError, MemoryError])
+@pytest.mark.parametrize("kind", [KeyError, MemoryError, StopIteration])
 @pytest.mark.parametrize("place", ["encode_chat", "encode"])
 def test_a_tokenizer_that_fails_ends_its_request_alone(
     serve: Any, kind: type[Exception], place: str, monkeypatch: pytest.MonkeyPatch
