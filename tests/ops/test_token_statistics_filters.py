@@ -63,7 +63,7 @@ def test_the_distributions_of_the_reference(impl: Any, dtype: torch.dtype, width
 @pytest.mark.parametrize("cut", [{}, CUTS[4], CUTS[5]], ids=str)
 def test_filters_of_logits(impl: Any, dtype: torch.dtype, cut: dict[str, Any]) -> None:
     """The statistics are those of the stored filtered logits, bit for bit on the CPU."""
-    for rows, width, groups in ((40, 40, 2), (40, 9001, 4), (40, 8300, 1)):
+    for rows, width, groups in ((40, 40, 2), (4, 9001, 4), (16, 8300, 1)):
         logits = rows_of(rows, width, dtype).view(groups, rows // groups, width)
         filters = random_filters(rows, width, 8, groups)
         stored = filter_logits(logits, *filters)
