@@ -7,13 +7,18 @@ of many counts.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import pdkernels as pd
+from bench.gpu_report import table
+from bench.records import write
+from pdkernels.evaluation.machine import processor
 from pdkernels.models.architectures.lora import LoraAdapter, LoraPair
 
+RESULTS = Path(__file__).resolve().parent / "results/adapters.json"
 _BATCH, _RANK, _LENGTH, _REPEATS = 8, 16, 64, 25
 _SHAPE: dict[str, int] = {"vocab_size": 49152, "hidden_size": 576, "layers": 30, "heads": 9, "kv_heads": 3}
 _SHAPE |= {"head_dim": 64, "intermediate_size": 1536}
@@ -75,8 +80,24 @@ def least_times(weights: str, adapters: dict[str, list[LoraAdapter]]) -> dict[st
     return least
 
 
+def table_of(found: dict[str, Any]) -> str:
+    """The table of the docs: times of a step without adapters, and multiples of them."""
+    lines = []
+    for weights, times in found["ms"].items():
+        cells = [f"{times['none']:.1f} ms"]
+        for name in MODULES:
+            ratios = {label: times[label] / times["none"] for label in times if label.startswith(f"{name}, ")}
+            cells.append(
+                ", ".join(f"{ratio:.2f} ({label.removeprefix(f'{name}, ')})" for label, ratio in ratios.items())
+            )
+        lines.append([weights, *cells])
+    words = f"Least CPU time of {found['repeats']}, one thread; {found['machine']}, torch {found['torch']}"
+    return f"{table(['weights', 'without', *(f'pairs for {name}' for name in MODULES)], lines)}\n\n{words}"
+
+
 def main() -> None:
-    """Prints a line for each kind of weights."""
+    """Writes the times."""
+    found: dict[str, Any] = {"machine": processor(), "torch": torch.__version__, "repeats": _REPEATS, "ms": {}}
     with torch.inference_mode():
         for weights, dtype in WEIGHTS.items():
             adapters: dict[str, list[LoraAdapter]] = {"none": []}
@@ -84,9 +105,9 @@ def main() -> None:
                 for short in dict.fromkeys((dtype, torch.bfloat16)):
                     label = f"{name}, {str(short).removeprefix('torch.')}"
                     adapters[label] = [random_adapter(str(n), modules, short) for n in range(_BATCH)]
-            times = least_times(weights, adapters)
-            ratios = ", ".join(f"{name} {one:.1f} ms ({one / times['none']:.2f})" for name, one in times.items())
-            print(f"{weights}: {ratios}", flush=True)
+            found["ms"][weights] = {name: round(ms, 2) for name, ms in least_times(weights, adapters).items()}
+    write(RESULTS, found)
+    print(table_of(found))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench import (
     backends,
+    bench_adapters,
     bench_recurrent_state,
     cache_dtypes,
     cpu_engines_report,
@@ -399,6 +400,7 @@ TABLES = {
     "cpu_engines real models": lambda rows: cpu_engines_report.real_models(CPU_ENGINES, DRAFTERS),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
+    "adapters": lambda rows: of_file(bench_adapters.RESULTS, bench_adapters.table_of),
     "same tokens": lambda rows: of_file(same_tokens.RESULTS, same_tokens.same_tokens),
     "long texts": lambda rows: of_file(long_texts.RESULT, long_texts.markdown),
     "recurrent state": lambda rows: of_file(bench_recurrent_state.RESULT, bench_recurrent_state.markdown),

@@ -70,8 +70,9 @@ def test_the_layers_of_a_model(environment: dict[str, str]) -> None:
     tests = [f"tests/models/test_whole_step{kind}.py" for kind in ("", "_experts")]
     tests += [
         "tests/decoding/test_next_token.py",
-        "tests/decoding/test_draft_model.py",
-    ]  # greedy steps, some tokens banned
+        "tests/decoding/test_draft_model.py",  # greedy steps, some tokens banned
+        "tests/models/test_request_adapters.py",
+    ]
     arguments = ("-m", "pytest", *tests, "-q", "-x", "-m", "not slow", "-k", "not compiled")
     answer = run(*arguments, "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=sys", environment=environment)
     report = re.search("(==[0-9]+==ERROR|[^\n]+runtime error:).{,4000}", answer.stderr, re.DOTALL)

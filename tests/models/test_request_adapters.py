@@ -150,6 +150,20 @@ def test_packed_rows_have_the_bits_of_padded_ones(model: Any) -> None:
             assert torch.equal(rows, model(torch.tensor([text]), cache=cache)[0])
 
 
+def test_equal_adapters_have_equal_digests(tmp_path: Path) -> None:
+    """Prefixes are kept by it: under another name the same tensors, under the same name others, in another dtype others."""
+    model = pd.models.load("tiny-code")
+    for name, seed in (("a", 1), ("same", 1), ("other", 2)):
+        load_adapter(model, name, random_adapter(model, tmp_path / name, 4, seed))
+    digests = {name: adapter.digest for name, adapter in model.adapters.items()}
+    assert digests["a"] == digests["same"] != digests["other"]
+    unload_adapter(model, "same")
+    load_adapter(model, "same", tmp_path / "other")
+    assert model.adapters["same"].digest == digests["other"]
+    model.to(torch.bfloat16)
+    assert model.adapters["a"].digest != digests["a"]
+
+
 def test_moving_a_model_moves_its_adapters(tmp_path: Path) -> None:
     model = pd.models.load("tiny-code")
     load_adapter(model, "mine", random_adapter(model, tmp_path / "mine", 4, 0))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -85,27 +84,16 @@ class LoraAdapter:
     Attributes:
         name: as requests name it.
         layers: of each layer, the pairs of its matrices by `MATRICES`.
+        digest: a hash of its tensors and their places, the same in every program: rows of equal adapters are equal.
+            Made with the adapter, so that no step of an engine waits for it.
     """
 
     def __init__(self, name: str, layers: Sequence[dict[str, list[LoraPair]]]) -> None:
-        self.name, self.layers = name, list(layers)
+        self.name, self.layers, self.digest = name, list(layers), _digest(layers)
         self._bound: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"LoraAdapter({self.name!r})"
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of its tensors and their places, the same in every program: rows of equal adapters are equal."""
-        found = hashlib.sha256()
-        for layer in self.layers:
-            for matrix, pairs in sorted(layer.items()):
-                for first, *halves in pairs:
-                    found.update(repr((matrix, first, [(half.dtype, half.shape) for half in halves])).encode())
-                    for half in halves:
-                        found.update(half.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-            found.update(b"layer")
-        return found.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_bound": None}
@@ -127,10 +115,22 @@ class LoraAdapter:
     def apply_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces its tensors, as ``Module._apply`` does those of a module."""
         self._bound = None
-        self.__dict__.pop("digest", None)
         for layer in self.layers:
             for pairs in layer.values():
                 pairs[:] = [pair._replace(a=fn(pair.a), b=fn(pair.b)) for pair in pairs]
+        self.digest = _digest(self.layers)
+
+
+def _digest(layers: Sequence[dict[str, list[LoraPair]]]) -> str:
+    digest = hashlib.sha256()
+    for layer in layers:
+        for matrix, pairs in sorted(layer.items()):
+            for first, *halves in pairs:
+                digest.update(repr((matrix, first, [(half.dtype, half.shape) for half in halves])).encode())
+                for half in halves:
+                    digest.update(half.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(b"layer")
+    return digest.hexdigest()
 
 
 class AdaptedRows(NamedTuple):
