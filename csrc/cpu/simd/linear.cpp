@@ -2,6 +2,7 @@
 //
 // An element of the result is a sum over strips of the width, each added up in one vector of lanes in ascending order,
 // and then over the lanes. Which rows and outputs are computed together, and on which thread, changes neither.
+#include "fetching.h"
 #include "kernels.h"
 #include "linear_amx.h"
 #include "strips.h"
@@ -320,7 +321,7 @@ void stream_outputs(const LinearArgs& args, const X* x, int64_t x_stride, const 
         const auto add = [&](int64_t o, auto count) {
           const bool turns = o + further >= outputs && end < args.width;
           const W* next = turns ? own + (o + further - outputs) * stride + end : own + (o + further) * stride + begin;
-          Later<rows == 1 && group == 1> later{reinterpret_cast<const char*>(next),
+          Later<kFetchesInOrder && rows == 1 && group == 1> later{reinterpret_cast<const char*>(next),
                                                stride * static_cast<int64_t>(sizeof(W))};
           for (int64_t at = begin; at < end; at += depth) {
             multiply_strip<rows, count.kCount>(x, x_stride, own + o * stride, stride, at, smaller(at + depth, end),

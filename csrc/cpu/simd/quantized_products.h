@@ -2,6 +2,7 @@
 // instructions.
 #pragma once
 
+#include "fetching.h"
 #include "kernels.h"
 #include "strips.h"
 
@@ -32,7 +33,7 @@ constexpr int kInTile = Layout::kTile / kLanes;  // vectors of a tile
 // Whether so many rows read a tile after the other, in the order in which they lie in memory, as fast as memory is.
 // With more arithmetic, tiles that share it cost less.
 template <int rows, int bits>
-constexpr bool kInOrder = rows == 1 || (rows == 2 && bits == 8);
+constexpr bool kInOrder = kFetchesInOrder && (rows == 1 || (rows == 2 && bits == 8));
 // With few rows narrow vectors share what is loaded of them, and read a tile as it lies in memory.
 template <int rows, int bits>
 constexpr int kVectorsOf = kInTile > 1 && rows <= 2               ? 2

@@ -7,7 +7,8 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-constexpr int64_t kAhead = 8192;  // bytes between what is read and what is fetched from memory meanwhile
+// Bytes between what is read and what is fetched from memory meanwhile.
+constexpr int64_t kAhead = kFetchesInOrder ? 8192 : 4096;
 
 PDK_INLINE Vec halves(const uint8_t* from) {
 #if defined(__AVX512DQ__)
