@@ -15,7 +15,7 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 demo-gemma3 test test-all mutations compiled lint format types docs findings figures bench build wheel hf-kernels custom-generate sanitize clean
+.PHONY: help demo demo-smollm2 demo-gemma3 test test-all mutations compiled lint format types docs findings figures bench build wheel release-check hf-kernels custom-generate sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -87,6 +87,9 @@ wheel: ## a wheel, with CUDA kernels where nvcc is found, an sdist, and the whee
 	@$(WITH) wheel -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist . ./packages/smollm2
 	@$(WITH) wheel setup.py -q sdist
 	@ls -1 dist
+
+release-check: ## rehearses a release: what is to do before the tag; sdist, wheel, a fresh environment without a compiler
+	@$(WITH) release scripts/release_check.py
 
 hf-kernels: ## the ops as a kernel for the library `kernels`, in dist/hf-kernels
 	@$(WITH) wheel scripts/hf_kernels.py

@@ -38,6 +38,7 @@ USUAL_CUDA_HOME = "/usr/local/cuda"
 CUDA_ARCHS = ("80", "90a", "100")
 NVCC_FLAGS = ("-std=c++20", "-O3")
 STABLE_ABI = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+REPOSITORY = "https://github.com/pdkernels/pdkernels"
 
 
 def fail(sentence: str) -> None:
@@ -390,6 +391,16 @@ class BuildNative(build_ext):
         return super().get_ext_filename(fullname)
 
 
+def description() -> str:
+    """README.md for the page of a package index, where a link must be whole."""
+
+    def whole(match: re.Match[str]) -> str:
+        kind = "raw" if match[1].startswith("!") else "blob"
+        return f"{match[1]}({REPOSITORY}/{kind}/{'main' if 'dev' in VERSION else f'v{VERSION}'}/{match[2]})"
+
+    return re.sub(r"(!?\[[^\]]*\])\((?!https?:|#)([^)]+)\)", whole, (ROOT / "README.md").read_text())
+
+
 def commands() -> dict[str, type]:
     from setuptools.command.bdist_wheel import bdist_wheel  # older versions than `check_python` accepts lack it
 
@@ -411,5 +422,7 @@ if __name__ == "__main__":
         packages=[*setuptools.find_packages(include=["pdkernels", "pdkernels.*"]), "pdkernels.reference"],
         ext_modules=[Extension("pdkernels._ops", []), Extension("pdkernels._host", [])],
         cmdclass=commands(),
+        long_description=description(),
+        long_description_content_type="text/markdown",
         setup_requires=["torch>=2.11"] if wants_torch else [],
     )

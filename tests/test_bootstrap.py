@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_packaging import ROOT, load, python
 
-PURPOSES = ("demo", "smollm2", "test", "bench", "docs", "lint", "types", "wheel")
+PURPOSES = ("demo", "smollm2", "test", "bench", "docs", "lint", "types", "wheel", "release")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,8 @@ def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
     assert needed["docs"] - needed["demo"] == {"sphinx", "furo", "myst-parser"}
     assert needed["lint"] == {"ruff", "clang-format"} and "ninja" not in needed["types"]
     with pytest.raises(
-        SystemExit, match="--for must be one of bench, demo, docs, lint, smollm2, test, types, wheel, got 'rest'"
+        SystemExit,
+        match="--for must be one of bench, demo, docs, lint, release, smollm2, test, types, wheel, got 'rest'",
     ):
         bootstrap.requirements("rest")
 

@@ -18,7 +18,15 @@ author = "the pdkernels authors"
 release = version = (ROOT / "pdkernels/_version.py").read_text().split('"')[1]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench/notes.md"]
+include_patterns = [
+    "docs/**.md",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "RELEASING.md",
+    "SECURITY.md",
+    "bench/notes.md",
+]
 source_suffix = {".md": "markdown"}
 default_role = "py:obj"  # docstrings write `name`
 
