@@ -110,8 +110,11 @@ def host_pythons() -> dict[str, str]:
 
 
 def find_compiler() -> str:
-    for name in [os.environ.get("CXX"), "c++", "g++", "clang++"]:
-        if name and shutil.which(shlex.split(name)[0]):
+    named = os.environ.get("CXX", "").strip()
+    if named and not shutil.which(shlex.split(named)[0]):
+        fail(f"CXX names the compiler {named!r}, which was not found. Name another one, or unset CXX.")
+    for name in filter(None, [named, "c++", "g++", "clang++"]):
+        if shutil.which(shlex.split(name)[0]):
             return name
     fail("no C++ compiler was found. Install one (Debian or Ubuntu: apt-get install g++) or name it in CXX.")
 

@@ -217,7 +217,14 @@ def test_sentences_about_torch(setup_py: ModuleType, monkeypatch: pytest.MonkeyP
             setup_py.find_torch()
 
 
-def test_sentences_about_compilers(setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def bin_of_compilers(folder: Path) -> Path:
+    for name in ("g++", "clang++"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_sentences_about_compilers(setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("CXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "")
@@ -225,6 +232,15 @@ def test_sentences_about_compilers(setup_py: ModuleType, monkeypatch: pytest.Mon
     with pytest.raises(SystemExit, match=r"no C\+\+ compiler was found. Install one .* or name it in CXX"):
         setup_py.find_compiler()
     assert setup_py.find_nvcc() is None
+    # One that is named is not replaced by another without a word.
+    monkeypatch.setenv("PATH", str(bin_of_compilers(tmp_path)))
+    assert setup_py.find_compiler() == "g++"
+    for named, told in [("clang++ -O1", "clang++ -O1"), (" ", "g++")]:
+        monkeypatch.setenv("CXX", named)
+        assert setup_py.find_compiler() == told
+    monkeypatch.setenv("CXX", "c++-99 -O1")
+    with pytest.raises(SystemExit, match=r"CXX names the compiler 'c\+\+-99 -O1', which was not found. Name another"):
+        setup_py.find_compiler()
     monkeypatch.setenv("PDKERNELS_BUILD_CUDA", "1")
     with pytest.raises(SystemExit, match="PDKERNELS_BUILD_CUDA=1 needs nvcc, and none was found"):
         setup_py.find_nvcc()
@@ -245,7 +261,7 @@ def test_sentences_about_python(setup_py: ModuleType, monkeypatch: pytest.Monkey
 
 
 def test_a_failing_build_ends_with_one_sentence() -> None:
-    environment = {"PATH": "", "CXX": "no-such-compiler"}
+    environment = {"PATH": "", "CXX": ""}
     answer = run(
         sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT, environment=environment, fails=True
     )
