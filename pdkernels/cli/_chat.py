@@ -117,6 +117,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message that opens the chat.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
     json_schema: flags.Schema = None,
+    key_order: flags.KeyOrder = None,
+    whitespace: flags.Whitespace = None,
     regex: flags.Regex = None,
     choice: flags.Choice = None,
     ebnf: flags.Ebnf = None,
@@ -138,7 +140,7 @@ def chat(
         options: dict[str, Any] = {"draft": draft, "block_size": block_size_of("chat", block_size)}
         chosen, options = read_settings("chat", typed, option, options, ONE_TEXT)
         params = SamplingParams(op="chat", max_new_tokens=max_new_tokens, **chosen)
-        grammar = grammar_of("chat", json_schema, regex, choice, ebnf)
+        grammar = grammar_of("chat", json_schema, regex, choice, ebnf, key_order=key_order, whitespace=whitespace)
         language_model: Any = load("chat", model, device, dtype, packed, cache_dtype, drafter)
         use_threads(threads, [language_model])
         demand(

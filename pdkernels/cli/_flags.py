@@ -38,6 +38,12 @@ _REGEX = "A regular expression that the whole text matches."
 _CHOICE = "A text that may be written; given several times, the text is one of them."
 _EBNF = "A file with a grammar in Lark's EBNF, whose rule `start` the text follows."
 Schema = Annotated[str | None, typer.Option(metavar="SCHEMA", help=_SCHEMA)]
+_KEY_ORDER = "Of a schema's properties: as it names them, or in any order (at most 8 in an object)."
+_SPACES = (
+    "Of JSON: compact, single, any, or a regular expression; by default at most one space after commas and colons."
+)
+KeyOrder = Annotated[str | None, typer.Option(metavar="schema|any", help=_KEY_ORDER)]
+Whitespace = Annotated[str | None, typer.Option(metavar="TEXT", help=_SPACES)]
 Regex = Annotated[str | None, typer.Option(metavar="PATTERN", help=_REGEX)]
 Choice = Annotated[list[str] | None, typer.Option(metavar="TEXT", help=_CHOICE)]
 Ebnf = Annotated[Path | None, typer.Option(dir_okay=False, help=_EBNF)]

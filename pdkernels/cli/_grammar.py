@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pdkernels._validation import refuse, sentence
 from pdkernels.decoding import Grammar
 
 
 def grammar_of(
-    command: str, json_schema: str | None, regex: str | None, choice: list[str] | None, ebnf: Path | None
+    command: str,
+    json_schema: str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    ebnf: Path | None,
+    **of_schemas: str | None,
 ) -> Grammar | None:
-    """The grammar that one of the options asks for; None without any."""
+    """The grammar that one of the options asks for; None without any. `of_schemas` are options of `Grammar.json_schema`,
+    None: not given."""
     values = {"--json-schema": json_schema, "--regex": regex, "--choice": choice or None, "--ebnf": ebnf}
     chosen = [name for name, value in values.items() if value is not None]
     refuse(len(chosen) > 1, command, f"{' and '.join(chosen)} exclude each other", "Give one of them.")
+    options: dict[str, Any] = {name: value for name, value in of_schemas.items() if value is not None}
+    for name in options if json_schema is None else ():
+        refuse(True, command, f"--{name.replace('_', '-')} is an option of --json-schema", "Give both.")
     if json_schema is not None:
         inline = json_schema.lstrip().startswith(("{", "true", "false"))
-        return Grammar.json_schema(json_schema if inline else _read(command, "--json-schema", Path(json_schema)))
+        source = json_schema if inline else _read(command, "--json-schema", Path(json_schema))
+        return Grammar.json_schema(source, **options)
     if regex is not None:
         return Grammar.regex(regex)
     if choice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pdkernels.decoding import Grammar
@@ -57,7 +56,7 @@ class Asked(NamedTuple):
         if kind == "regex":
             return Grammar.regex(source)
         given = json.loads(source)
-        return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given, unknown="ignore")
+        return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(**given, unknown="ignore")
 
 
 def asked_grammar(body: Settings, reading: Reading | None = None) -> Asked | None:
@@ -87,8 +86,12 @@ def _content(body: Settings) -> tuple[str, str] | None:
     if form is not None and form.type != "text":
         if (form.json_schema is None) == (form.type == "json_schema"):
             raise Refused("json_schema must be given exactly for the type 'json_schema'", 400, "response_format")
-        schema: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
-        asked["response_format"] = json.dumps(schema if form.json_schema is None else form.json_schema.schema_)
+        any_object: dict[str, Any] = {"schema": {"type": "object", "additionalProperties": True}}
+        asked["response_format"] = json.dumps(
+            any_object
+            if form.json_schema is None
+            else form.json_schema.model_dump(by_alias=True, include={"schema_", "key_order", "whitespace"})
+        )
     given = [(kind, source) for kind, source in asked.items() if source is not None]
     if len(given) > 1:
         raise Refused(f"{' and '.join(kind for kind, _ in given)} exclude each other", 400, given[-1][0])
@@ -199,4 +202,7 @@ def _expression(kind: str, source: str) -> Expression:
     if kind == "regex":
         return parsed(source)
     given = json.loads(source)
-    return Alt(tuple(map(text, given))) if kind == "choice" else parsed_schema(given, size=Size(depth=_DEPTH))
+    if kind == "choice":
+        return Alt(tuple(map(text, given)))
+    any_order = given.get("key_order") == "any"
+    return parsed_schema(given["schema"], given.get("whitespace"), Size(depth=_DEPTH), any_order=any_order)

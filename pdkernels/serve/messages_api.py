@@ -62,6 +62,8 @@ class _Thinking(Strict):
 class _Format(Strict):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    key_order: Literal["schema", "any"] | None = None
+    whitespace: str | None = None
 
 
 class _OutputConfig(Strict):
@@ -120,7 +122,10 @@ class CountRequest(Strict):
         if (output := self.output_config) is not None:
             chat_fields["reasoning_effort"] = output.effort
             if output.format is not None:
-                schema = {"name": "output", "schema": output.format.schema_}
+                schema = {
+                    "name": "output",
+                    **output.format.model_dump(exclude={"type"}, exclude_none=True, by_alias=True),
+                }
                 chat_fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatRequest(**chat_fields, **extra)
 

@@ -39,6 +39,8 @@ class _Format(Strict):
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
+    key_order: Literal["schema", "any"] | None = None
+    whitespace: str | None = None
 
 
 class _Text(Strict):

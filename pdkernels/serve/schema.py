@@ -129,6 +129,9 @@ class JsonSchema(BaseModel):
     description: str | None = None
     strict: bool | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    key_order: Literal["schema", "any"] = "schema"
+    whitespace: str | None = None
+    """As those of `Grammar.json_schema`."""
 
 
 class ResponseFormat(Strict):

@@ -29,6 +29,7 @@ def test_generate(tmp_path: Path) -> None:
     for given, pattern in (
         (["--json-schema", json.dumps(SCHEMA)], r'\{"a": ?\d{1,2}\}'),
         (["--json-schema", str(tmp_path / "a.json")], r'\{"a": ?\d{1,2}\}'),
+        (["--json-schema", json.dumps(SCHEMA), "--whitespace", "compact", "--key-order", "any"], r'\{"a":\d{1,2}\}'),
         (["--regex", "[0-9]{3};"], r"[0-9]{3};"),
         (["--choice", "red", "--choice", "blue"], "red|blue"),
         (["--ebnf", str(tmp_path / "a.lark")], "<[0-9]>"),
@@ -44,6 +45,10 @@ def test_refused(tmp_path: Path) -> None:
         (["--regex", "a", "--choice", "b"], "--regex and --choice exclude each other"),
         (["--json-schema", str(tmp_path / "none.json")], "cannot be read: No such file"),
         (["--json-schema", "{"], "the schema is not JSON"),
+        (["--regex", "a", "--key-order", "any"], "--key-order is an option of --json-schema"),
+        (["--whitespace", "any"], "--whitespace is an option of --json-schema"),
+        (["--json-schema", "{}", "--key-order", "no"], "key_order must be one of"),
+        (["--json-schema", "{}", "--whitespace", "x"], "whitespace matches characters that are no space"),
         (["--regex", "a{30}"], "cannot be completed within --max-new-tokens (20)"),
     ):
         result = run(*RUN, *given)

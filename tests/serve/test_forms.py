@@ -9,7 +9,11 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from pdkernels.serve.calls import HERMES
+from pdkernels.serve.errors import Refused
 from pdkernels.serve.forms import asked_grammar
+from pdkernels.serve.messages_api import CountRequest
+from pdkernels.serve.responses import ResponseRequest
 from pdkernels.serve.schema import ChatRequest
 
 
@@ -34,3 +38,49 @@ def test_unknown_keywords_of_a_schema_print_nothing() -> None:
         warnings.simplefilter("error")
         schema = {"type": "string", "maxLength": 2, "coment": "anything", "format": "money"}
         assert grammar_of({"type": "json_schema", "json_schema": {"schema": schema}}).matches('"ab"')
+
+
+PAIR = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}
+TEXTS = ['{"a": 1, "b": 2}', '{"b": 2, "a": 1}', '{"a":1,"b":2}', '{"b":2,"a":1}', '{"a":  1,"b":2}']
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({}, [0, 2]),
+        ({"key_order": "any"}, [0, 1, 2, 3]),
+        ({"whitespace": "compact"}, [2]),
+        ({"key_order": "any", "whitespace": "single"}, [0, 1]),
+        ({"whitespace": "any"}, [0, 2, 4]),
+        ({"whitespace": "[ ]{0,2}"}, [0, 2, 4]),
+    ],
+)
+def test_orders_and_spaces_of_a_schema(options: dict[str, Any], taken: list[int]) -> None:
+    """By each interface, and beside tools that may be called instead."""
+    messages = [{"role": "user", "content": "x"}]
+    named = {"name": "pair", "schema": PAIR, **options}
+    chat = {"messages": messages, "response_format": {"type": "json_schema", "json_schema": named}}
+    flat = {"type": "json_schema", "schema": PAIR, **options}
+    bodies: list[ChatRequest] = [
+        ChatRequest(model="m", **chat),  # type: ignore[arg-type]
+        ResponseRequest(model="m", input="x", text={"format": {**flat, "name": "pair"}}).chat([]),  # type: ignore[arg-type]
+        CountRequest(model="m", messages=messages, output_config={"format": flat}).chat(),  # type: ignore[arg-type]
+    ]
+    for body in bodies:
+        asked = asked_grammar(body)
+        assert asked is not None
+        calling = asked._replace(calling=(HERMES, (("f", "{}"),), True, False))
+        for form in (asked, calling):
+            grammar = form.grammar()
+            assert [number for number, text in enumerate(TEXTS) if grammar.matches(text)] == taken
+
+
+def test_orders_and_spaces_that_are_none_are_refused() -> None:
+    for options, words in (({"whitespace": "x"}, "no space in JSON"), ({"whitespace": "("}, "regular expression")):
+        with pytest.raises(Refused, match=words):
+            grammar_of({"type": "json_schema", "json_schema": {"schema": PAIR, **options}})
+    with pytest.raises(ValueError, match="key_order"):
+        grammar_of({"type": "json_schema", "json_schema": {"schema": PAIR, "key_order": "none"}})
+    many = {"properties": {f"n{n}": {"const": n} for n in range(9)}}
+    with pytest.raises(Refused, match="9 properties in any order, more than 8"):
+        grammar_of({"type": "json_schema", "json_schema": {"schema": many, "key_order": "any"}})
