@@ -15,6 +15,7 @@ from pdkernels.grammar.ebnf import parsed_ebnf
 from pdkernels.grammar.language import OP, TOO_LARGE, Alt, Expression, TooLarge, compiled, text
 from pdkernels.grammar.regex import parsed
 from pdkernels.grammar.schema import Schema, Size, parsed_schema
+from pdkernels.grammar.schema_arrays import UnlistedItems
 from pdkernels.grammar.schema_keywords import Unknown, warning_of
 from pdkernels.grammar.vocabulary import Vocabulary, vocabulary_of
 
@@ -22,9 +23,9 @@ _FAR = 2**31 - 1
 _MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
 _MAX_CHARACTERS = 100_000  # of a choice
-_SIZES = ((256, 64, 2), (32, 64, 1), (8, 1, 0))
+_SIZES = ((256, 64, 2), (32, 64, 1), (8, 1, 0), (8, 0, 0))
 """What is tried in turn where an automaton is too large: bounds, levels of references, and those of free values."""
-_MAX_TRIAL = 150_000  # steps
+_MAX_TRIAL, _MAX_TRIALS = 120_000, 400_000  # steps of one, and of all
 
 Fill = Literal["each", "joint"]
 
@@ -123,7 +124,8 @@ class Grammar:
                 follow the named ones where the schema allows them, ``1.0`` is an integer, numbers have up to 20 digits
                 before the point, and characters beyond ASCII may be written as ``\\u00e9``.
             fit: where the automaton would be too large, a smaller language whose automaton is not, which a warning
-                names: shorter bounds, as by `longest`, then fewer levels, as by `depth`.
+                names: shorter bounds, as by `longest`, then fewer levels, as by `depth`. Strings of ``uniqueItems`` that
+                are not listed then ascend by their first letters and digits; of other items there is one.
             key_order: of the properties that a schema names. "schema": as it names them. "any": each order, of objects
                 that have at most 8 named ones.
             unknown: keywords and formats that JSON Schema does not have demand nothing, nor do those for values of other
@@ -148,27 +150,34 @@ class Grammar:
         check_type(type(fit) is bool, OP, "fit", "be a bool", type(fit).__name__)
         annotated: Unknown = {}
         full_size = Size(longest, _checked_depth(depth))
-        sizes = [full_size, *(_smaller(full_size) if fit else ())]
-        for size in sizes:
+        most = current().steps + _MAX_TRIALS
+        size, *sizes = [full_size, *(_smaller(full_size) if fit else ())]
+        while True:
             try:
-                with current().at_most(_MAX_TRIAL if fit else MAX_STEPS):
+                with current().at_most(min(_MAX_TRIAL, most - current().steps) if fit else MAX_STEPS):
                     expression = parsed_schema(
                         schema, whitespace, size, annotated, texts == "all", any_order=key_order == "any"
                     )
                     grammar = cls(expression, f"the schema {_short(schema)}", fill)
                 break
-            except (TooLarge, Spent):
-                if size is sizes[-1]:
+            except UnlistedItems:
+                if not fit:
                     raise
+                size, sizes = size._replace(ordered=True), [smaller._replace(ordered=True) for smaller in sizes]
+            except (TooLarge, Spent):
+                if not sizes:
+                    raise
+                size, *sizes = sizes
         warning = warning_of(annotated)
         if warning and unknown == "refuse":
             raise NotImplementedError(sentence(OP, warning))
         if warning and unknown == "warn":
             warnings.warn(sentence(OP, warning), stacklevel=3)
-        if size is not full_size:
-            warnings.warn(
-                sentence(OP, f"the schema needs too many states: {_what_shrank(full_size, size)}"), stacklevel=3
-            )
+        if size != full_size:
+            fault = "the schema needs too many states"
+            if size == full_size._replace(ordered=True):
+                fault = "the schema cannot be followed whole"
+            warnings.warn(sentence(OP, f"{fault}: {_what_shrank(full_size, size)}"), stacklevel=3)
         return grammar
 
     @classmethod
@@ -299,6 +308,7 @@ def _what_shrank(full_size: Size, size: Size) -> str:
         < full_size.free,
         f"maxLength and maxItems are at most {size.longest}": size.longest != full_size.longest,
         f"a reference is at most {size.depth} times inside itself": size.depth < full_size.depth,
+        "items of uniqueItems that are not listed ascend by their first letters and digits, or are one": size.ordered,
     }
     return ", ".join(change for change, applies in changes.items() if applies)
 

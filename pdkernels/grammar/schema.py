@@ -28,7 +28,7 @@ from pdkernels.grammar.products import both, without
 from pdkernels.grammar.schema_apart import OF_OBJECTS, OF_STRINGS, holds, told_apart
 from pdkernels.grammar.schema_arrays import Arrays
 from pdkernels.grammar.schema_keywords import KEYWORDS, TYPES, Unknown, check_keywords, check_values, is_note, kinds_of
-from pdkernels.grammar.schema_merge import CONDITIONS, Merged, is_among, merged, unsupported, whole
+from pdkernels.grammar.schema_merge import ALSO, CONDITIONS, Merged, is_among, merged, unsupported, whole
 from pdkernels.grammar.schema_negate import negated, other_objects
 from pdkernels.grammar.schema_numbers import has_number, number_of
 from pdkernels.grammar.schema_objects import Objects
@@ -37,6 +37,7 @@ from pdkernels.grammar.schema_strings import string, string_of
 Schema = Mapping[str, Any] | bool
 
 _MAX_PARTS = 3_000
+_STEPS_OF_PART = 30
 
 
 class Size(NamedTuple):
@@ -48,6 +49,8 @@ class Size(NamedTuple):
     """Levels of a reference inside itself."""
     free: int = 3
     """Arrays and objects inside each other in a value without a schema."""
+    ordered: bool = False
+    """Whether `uniqueItems` of items that are not listed means ascending first letters, or one item."""
 
 
 USUAL_SIZE = Size()
@@ -90,7 +93,7 @@ class _Compiler(Arrays, Objects):
         self, root: Any, whitespace: str | None, size: Size, unknown: Unknown, complete: bool, any_order: bool
     ) -> None:
         super().__init__(root, whitespace, unknown, complete, any_order)
-        (self._longest, self._depth, self._free), self._parts = size, 0
+        (self._longest, self._depth, self._free, self._ordered), self._parts = size, 0
         self._open: dict[str, int] = {}  # how often each reference is being followed
         self._cycles: dict[str, list[str]] | None = None
         self._followed: dict[tuple[str, tuple[int, ...]], Expression] = {}
@@ -104,7 +107,7 @@ class _Compiler(Arrays, Objects):
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise TooLarge(sentence(OP, f"the schema unfolds to more than {_MAX_PARTS} parts", "Lower the depth."))
-        spend()
+        spend(_STEPS_OF_PART)
         if isinstance(schema, Mapping) and "$ref" in schema:
             return self._reference(schema, place)
         flat = self._flat(schema, place)
@@ -117,6 +120,10 @@ class _Compiler(Arrays, Objects):
         for name in ("anyOf", "oneOf"):
             if name in flat:
                 return self._choice(flat, name, place)
+        if ALSO in flat:
+            (choice, *later_choices), rest = flat[ALSO], Merged({k: v for k, v in flat.items() if k != ALSO})
+            rest.update({ALSO: later_choices} if later_choices else {})
+            return self.value(merged(rest, self._flat(choice, place), place), place)
         if "const" in flat or "enum" in flat:
             return self._listed(flat, place)
         kinds = kinds_of(flat, place) if "type" in flat or not self._complete else [*KEYWORDS]
@@ -161,10 +168,15 @@ class _Compiler(Arrays, Objects):
             branches.append((condition, then))
         if condition is not True:
             branches += [(denied, otherwise) for denied in self._denying(condition, unconditional, place)]
+        flat_branches = [
+            (self._flat(condition, place), self._flat(consequence, place)) for condition, consequence in branches
+        ]
+        if "unevaluatedItems" in unconditional:  # what is excluded evaluates none, so it comes last
+            flat_branches = [(consequence, condition) for condition, consequence in flat_branches]
         alternatives = [
-            merged(merged(unconditional, self._flat(condition, place), place), self._flat(consequence, place), place)
-            for condition, consequence in branches
-            if consequence is not False
+            merged(merged(unconditional, former, place), latter, place)
+            for former, latter in flat_branches
+            if former is not False and latter is not False
         ]
         values = [self.value(schema, place) for schema in alternatives if not self._hopeless(schema, place)]
         return either([value for value in values if not is_nothing(value)])

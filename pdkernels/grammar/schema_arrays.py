@@ -5,23 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdkernels.grammar.language import EMPTY, NOTHING, Alt, Expression, Repeat, Seq, either, is_nothing, separated
+from pdkernels._validation import sentence
+from pdkernels.grammar.language import EMPTY, NOTHING, OP, Alt, Expression, Repeat, Seq, either, is_nothing, separated
 from pdkernels.grammar.products import both
 from pdkernels.grammar.schema_keywords import counts
-from pdkernels.grammar.schema_merge import Flat, Merged, different, is_among, together, unsupported
+from pdkernels.grammar.schema_merge import CONTAINED, CONTAINS, Flat, Merged, different, is_among, merged, together
 from pdkernels.grammar.schema_parts import Parts
 
 _MAX_LISTED = 64
+_FIRST = ["[^0-9A-Za-z]", *"0123456789", *(f"[{letter.upper()}{letter}]" for letter in "abcdefghijklmnopqrstuvwxyz")]
+"""What strings may begin with that are told apart by it."""
+
+
+class UnlistedItems(NotImplementedError):
+    """Items of `uniqueItems` that no list of values tells apart."""
 
 
 class Arrays(Parts):
     """The arrays of a schema."""
 
+    _ordered = False
+
     def _array(self, schema: Mapping[str, Any], place: str) -> Expression:
+        schema = self._evaluated(schema)
         expression = self._items(schema, place)
-        if "contains" in schema and not is_nothing(expression):
-            expression = both(expression, self._containing(schema, place), f"the schema at {place}")
+        for contained in (schema, *schema.get(CONTAINED, ())):
+            if "contains" not in contained or is_nothing(expression):
+                continue
+            if contained.get("minContains", 1) > 0 or "maxContains" in contained:
+                bounds = {name: contained[name] for name in CONTAINS if name in contained}
+                of_items = {name: value for name, value in schema.items() if name not in CONTAINS}
+                containing = self._containing({**of_items, **bounds}, place)
+                expression = both(expression, containing, f"the schema at {place}")
         return expression
+
+    def _evaluated(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A schema whose `unevaluatedItems` are its `items`: what `contains` finds is evaluated, too, but for draft
+        2019-09."""
+        unevaluated = schema.get("unevaluatedItems", True)
+        if "items" in schema or unevaluated in (True, {}):
+            return schema
+        found = [part["contains"] for part in (schema, *schema.get(CONTAINED, ())) if "contains" in part]
+        if self._contains_evaluates and found:
+            unevaluated = {"anyOf": [*found, *([unevaluated] if unevaluated is not False else [])]}
+        return {**schema, "items": unevaluated}
 
     def _items(self, schema: Mapping[str, Any], place: str) -> Expression:
         minimum, maximum = counts(schema, "minItems", "maxItems", place)
@@ -81,18 +108,32 @@ class Arrays(Parts):
 
     def _unique(self, schema: Mapping[str, Any], minimum: int, maximum: int | None, place: str) -> Expression:
         """An array of different items, which are listed: in the order of the list."""
-        fault = "uniqueItems of items that are not listed"
         flat = self._flat(schema.get("items", True), f"{place}/items")
         values = None if "prefixItems" in schema else _listed(flat)
-        remedy = "Give items an enum, or set maxItems to 1."
-        unsupported(values is None, f"{place}/uniqueItems", fault, remedy)
-        assert values is not None and not isinstance(flat, bool)
+        if values is None or isinstance(flat, bool):
+            return self._ascending(schema, flat, minimum, maximum, place)
         if "const" in flat:
             values = [value for value in values if is_among(value, flat.get("enum", values))]
         constraints = Merged({name: entry for name, entry in flat.items() if name not in ("const", "enum")})
         items = [self.value(Merged(constraints, const=value), f"{place}/items") for value in different(values)]
         return self._enclosed(
             "[", "]", self._some([(False, entry) for entry in items if not is_nothing(entry)], minimum, maximum)
+        )
+
+    def _ascending(
+        self, schema: Mapping[str, Any], flat: Flat, minimum: int, maximum: int | None, place: str
+    ) -> Expression:
+        """An array of different items, which are not listed: strings of ascending first characters, or one item."""
+        if not self._ordered:
+            fault = f"the schema has uniqueItems of items that are not listed at {place}/uniqueItems, which is not supported"
+            remedy = "Give items an enum, set maxItems to 1, or take fewer of its values by fit=True."
+            raise UnlistedItems(sentence(OP, fault, remedy))
+        if isinstance(flat, bool) or flat.get("type") != "string" or "prefixItems" in schema:
+            return self._items({**schema, "uniqueItems": False, "maxItems": 1}, place)
+        starts = (Merged(pattern=f"^{first}") for first in _FIRST)
+        items = [self.value(merged(flat, start, place), f"{place}/items") for start in starts]
+        return self._enclosed(
+            "[", "]", self._some([(False, item) for item in items if not is_nothing(item)], minimum, maximum)
         )
 
 

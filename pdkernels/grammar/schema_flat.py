@@ -93,8 +93,9 @@ class Flattener:
             self._base[id(schema)] = base
             if "$id" in schema:
                 self._at.setdefault(base, schema)
-            for name in (schema.get("$id"), "#" + str(schema.get("$anchor")) if "$anchor" in schema else None):
-                if isinstance(name, str) and name.startswith("#"):  # those of draft 7 are an $id
+            anchor = "#" + str(schema.get("$anchor")) if "$anchor" in schema else None
+            for name in (schema.get("$id"), schema.get("id"), anchor):
+                if isinstance(name, str) and name.startswith("#"):  # those of draft 7 are an $id, of draft 4 an id
                     self._at[base + name] = schema
 
     def uri(self, schema: Mapping[str, Any], place: str) -> str:

@@ -26,7 +26,7 @@ KEYWORDS = {
     "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split()),
     "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split()),
     "array": frozenset(
-        "items prefixItems additionalItems minItems maxItems uniqueItems contains minContains maxContains".split()
+        "items prefixItems additionalItems unevaluatedItems minItems maxItems uniqueItems contains minContains maxContains".split()
     ),
     "object": frozenset(
         "properties required additionalProperties unevaluatedProperties patternProperties propertyNames minProperties maxProperties "
@@ -36,7 +36,7 @@ KEYWORDS = {
     "null": frozenset[str](),
 }
 _APPLIED = frozenset("type enum const anyOf oneOf allOf not if then else $ref".split())
-_REFUSED = frozenset("unevaluatedItems $dynamicRef $recursiveRef extends disallow divisibleBy".split())
+_REFUSED = frozenset("$dynamicRef $recursiveRef extends disallow divisibleBy".split())
 """Keywords that demand something, in one draft or another, and are not followed."""
 _DEMANDS = _REFUSED | _APPLIED | frozenset().union(*KEYWORDS.values())
 _BOUNDS = [(f"min{subject}", f"max{subject}") for subject in ("Length", "Items", "Contains", "Properties")]
@@ -168,18 +168,18 @@ def modern(schema: dict[str, Any]) -> dict[str, Any]:
     """The keywords of earlier drafts as those of 2020-12, all conditions under one name, and whole numbers as ints."""
     integers = {name: int(value) for name, value in schema.items() if name in _COUNTS and value == value // 1}
     schema.update(integers)
-    later_items = schema.pop("additionalItems", True)
+    later_items = schema.pop("additionalItems", None)
     if isinstance(schema.get("items"), list):
-        schema["prefixItems"], schema["items"] = schema["items"], later_items
+        schema["prefixItems"] = schema.pop("items")
+        if later_items is not None:
+            schema["items"] = later_items
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if type(schema.get(exclusive)) is bool:
             if schema.pop(exclusive) and bound in schema:
                 schema[exclusive] = schema.pop(bound)
-    minimum, bounded = schema.pop("minContains", 1), "maxContains" in schema
+    minimum = schema.pop("minContains", 1)
     if "contains" not in schema:
         schema.pop("maxContains", None)
-    elif minimum == 0 and not bounded:
-        del schema["contains"]
     else:
         schema["minContains"] = minimum
     conditions = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,10 +38,17 @@ FRACTIONAL = "$fractional"
 UNSEEN = "$unseen"
 """A tuple of properties that are named to exclude values, so that `unevaluatedProperties` holds for them; "*" for all
 that may be."""
+UNSEEN_ITEMS = "$unseenItems"
+"""Of arrays whose items are spoken of to exclude values, so that `unevaluatedItems` holds for them."""
+ALSO = "$also"
+"""A list of schemas that hold, too, each with a second choice of its keyword."""
+CONTAINED = "$contained"
+"""A list of schemas with a further `contains` and its bounds."""
+CONTAINS = ("contains", "minContains", "maxContains")
 
 _HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minContains", "minProperties")
 _LOWER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxContains", "maxProperties")
-_NESTED = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames")
+_NESTED = ("items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties", "propertyNames")
 _MAX_PRODUCT = 64
 
 
@@ -138,7 +146,9 @@ def merged(first: Mapping[str, Any] | bool, second: Mapping[str, Any] | bool, pl
         closed = schema.get("unevaluatedProperties", True) not in (True, {})
         unseen = set(other.get(UNSEEN, ())) - schema.get("properties", {}).keys() if closed else ()
         unsupported(bool(unseen), place, "unevaluatedProperties beside values that are excluded of other properties")
+    first, second = _closed_items(first, second, place), _closed_items(second, first, place)
     spend(1 + len(first) + len(second))
+    second = _apart(first, second)
     result = Merged(first)
     for name, value in second.items():
         if name not in result:
@@ -158,6 +168,33 @@ def merged(first: Mapping[str, Any] | bool, second: Mapping[str, Any] | bool, pl
     return result
 
 
+def _closed_items(schema: Mapping[str, Any], other: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """A schema whose `unevaluatedItems` are its `items` before one is merged that speaks of items to exclude values."""
+    if UNSEEN_ITEMS not in other or schema.get("unevaluatedItems", True) in (True, {}) or "items" in schema:
+        return schema
+    later = schema.keys() & {"anyOf", "oneOf", CONDITIONS, ALSO, "contains"}
+    unsupported(bool(later), place, "unevaluatedItems beside items that are excluded, and a choice or contains")
+    closed = dict(schema)
+    return {"items": closed.pop("unevaluatedItems"), **closed}
+
+
+def _apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The second schema, with those keywords in schemas of their own that cannot be one with the first one's."""
+    for name in ("anyOf", "oneOf"):
+        if name not in first or name not in second or first[name] == second[name]:
+            continue
+        if name == "oneOf" or len(first[name]) * len(second[name]) > _MAX_PRODUCT:
+            choice = {name: second[name]}
+            second = {key: value for key, value in second.items() if key != name}
+            second[ALSO] = [*second.get(ALSO, ()), choice]
+    pairs = ([schema.get(name) for name in CONTAINS] for schema in (first, second))
+    if "contains" in first and "contains" in second and operator.ne(*pairs):
+        contained = Merged({name: second[name] for name in CONTAINS if name in second})
+        second = {key: value for key, value in second.items() if key not in CONTAINS}
+        second[CONTAINED] = [*second.get(CONTAINED, ()), contained]
+    return second
+
+
 def _both(name: str, first: Any, second: Any, place: str) -> Any:
     if name in _HIGHER:
         return max(first, second)
@@ -168,7 +205,7 @@ def _both(name: str, first: Any, second: Any, place: str) -> Any:
     rule = _RULES.get(name)
     if rule is not None:
         return rule(first, second)
-    if name == "anyOf" and first != second and len(first) * len(second) <= _MAX_PRODUCT:
+    if name == "anyOf" and first != second:
         return [together(a, b) for a in first for b in second]
     unsupported(first != second, place, f"{name!r} twice in allOf")
     return first
@@ -204,6 +241,8 @@ _RULES: dict[str, Callable[[Any, Any], Any]] = {
     "multipleOf": _common,
     NO_MULTIPLE: _several,
     UNSEEN: _several,
+    ALSO: lambda first, second: [*first, *second],
+    CONTAINED: lambda first, second: [*first, *second],
     CONDITIONS: lambda first, second: [*first, *second],
 }
 
@@ -217,14 +256,20 @@ def _properties(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
 
 
 def _closed(inner: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """A schema inside another, whose `unevaluatedProperties` do not see the properties beside it: they are its
-    additional ones."""
-    if "unevaluatedProperties" not in inner:
-        return inner
-    choices = inner.keys() & {"anyOf", "oneOf", CONDITIONS}
-    unsupported(bool(choices), place, "unevaluatedProperties beside a choice, inside another schema")
+    """A schema inside another, whose `unevaluatedProperties` and `unevaluatedItems` do not see what is beside it: they are
+    those of its additional properties, and of its items."""
     closed = dict(inner)
-    return {"additionalProperties": closed.pop("unevaluatedProperties"), **closed}
+    for name in ("unevaluatedProperties", "unevaluatedItems"):
+        choices = name in inner and inner.keys() & {"anyOf", "oneOf", CONDITIONS, ALSO}
+        unsupported(bool(choices), place, f"{name} beside a choice, inside another schema")
+    if "unevaluatedProperties" in inner:
+        closed = {"additionalProperties": closed.pop("unevaluatedProperties"), **closed}
+    if "unevaluatedItems" in inner:
+        unevaluated = closed.pop("unevaluatedItems")
+        contains = "contains" in inner and unevaluated not in (True, {})
+        unsupported(contains, place, "unevaluatedItems beside contains, inside another schema")
+        closed = {"items": unevaluated, **closed}
+    return closed
 
 
 def _prefix(first_schema: Mapping[str, Any], second_schema: Mapping[str, Any]) -> list[Any]:

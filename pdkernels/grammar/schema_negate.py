@@ -11,22 +11,25 @@ from pdkernels.grammar.budget import spend
 from pdkernels.grammar.schema_formats import ANY
 from pdkernels.grammar.schema_keywords import KEYWORDS, TYPES, counts
 from pdkernels.grammar.schema_merge import (
+    ALSO,
     CONDITIONS,
+    CONTAINED,
     FRACTIONAL,
     NO_MULTIPLE,
     UNSEEN,
+    UNSEEN_ITEMS,
     Flat,
     Merged,
     different,
     unsupported,
 )
 
-_FREE = frozenset({"propertyOrdering", "minContains", "maxContains", "uniqueItems", UNSEEN})
+_FREE = frozenset({"propertyOrdering", "minContains", "maxContains", "uniqueItems", UNSEEN, UNSEEN_ITEMS})
 """Keywords that demand nothing alone; `uniqueItems` is looked at where it is true."""
 _OTHER_NAMES = frozenset("additionalProperties unevaluatedProperties patternProperties propertyNames".split())
 """What denies these has a property that the schema does not name, and texts have none."""
-_SILENT = Merged({UNSEEN: ("*",)})
-"""Beside a schema that holds because it is denied twice: no property is known by it."""
+_SILENT = Merged({UNSEEN: ("*",), UNSEEN_ITEMS: True})
+"""Beside a schema that holds because it is denied twice: no property and no item is known by it."""
 _MAX_PAIRS = 15
 _EXCLUSIVE = {
     "minimum": "exclusiveMaximum",
@@ -53,6 +56,8 @@ def negated(schema: Flat, place: str) -> list[Any]:
     for name, value in schema.items():
         spend()
         unsupported(name == "uniqueItems" and value, place, "'uniqueItems' in a not")
+        closed = name == "unevaluatedItems" and value not in (True, {})
+        unsupported(closed, place, "'unevaluatedItems' in a not")
         if name in _OTHER_NAMES:
             unnamed = name
         elif name not in _FREE:
@@ -84,8 +89,13 @@ def _without(name: str, value: Any, schema: Mapping[str, Any], place: str) -> It
     elif name == "format":
         names = (value,) if isinstance(value, str) else value
         unsupported(any(entry not in ANY for entry in names), place, "'format' in a not")
+    elif name == ALSO:
+        yield from ({"allOf": [{"not": schema}]} for schema in value)
+    elif name == CONTAINED:
+        for contained in value:
+            yield from _of_items("contains", contained["contains"], contained, place)
     elif name in KEYWORDS["array"]:
-        yield from _of_arrays(name, value, schema, place)
+        yield from _of_items(name, value, schema, place)
     elif name in KEYWORDS["object"]:
         yield from _of_objects(name, value, schema)
     elif name in _EXCLUSIVE:
@@ -143,7 +153,8 @@ def _differing(value: Any, kind: str) -> Iterator[Merged]:
         if value:
             yield Merged(type=kind, maxItems=len(value) - 1)
         for at, item in enumerate(value):
-            yield Merged(type=kind, prefixItems=[True] * at + [{"not": {"const": item}}], minItems=at + 1)
+            items = {"prefixItems": [True] * at + [{"not": {"const": item}}], "minItems": at + 1}
+            yield Merged({"type": kind, **items, UNSEEN_ITEMS: True})
         return
     yield Merged(type=kind, minProperties=len(value) + 1)
     for name, item in value.items():
@@ -182,6 +193,11 @@ def _of_strings(name: str, value: Any) -> Iterator[Merged]:
     elif name == "pattern":
         for pattern in (value,) if isinstance(value, str) else value:
             yield Merged({"type": "string", "not": {"type": "string", "pattern": pattern}})
+
+
+def _of_items(name: str, value: Any, schema: Mapping[str, Any], place: str) -> Iterator[Merged]:
+    for array in _of_arrays(name, value, schema, place):
+        yield Merged(array, **{UNSEEN_ITEMS: True})
 
 
 def _of_arrays(name: str, value: Any, schema: Mapping[str, Any], place: str) -> Iterator[Merged]:

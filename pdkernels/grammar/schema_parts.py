@@ -52,6 +52,7 @@ class Parts:
         self._flat, self._complete, self._any_order = Flattener(root, unknown), complete, any_order
         draft = str(root.get("$schema", "")) if isinstance(root, Mapping) else ""
         self._pointed = complete and not any(old in draft for old in _WHOLE_WITHOUT_POINT)
+        self._contains_evaluates = "2019-09" not in draft
         spaces = (EMPTY, optional(text(" "))) if whitespace is None else _SPACES.get(whitespace)
         gap, space = spaces or (parsed(whitespace or ""),) * 2
         wide = any(not {9, 10, 13, 32}.issuperset(range(first, last + 1)) for first, last in _characters(gap))

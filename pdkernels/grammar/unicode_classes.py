@@ -1,5 +1,5 @@
 r"""Classes of Unicode in patterns, ``\p{Lu}`` and ``\P{Letter}``, as JavaScript has them with its flag u: general
-categories, written out as ranges of characters.
+categories and scripts, written out as ranges of characters.
 
 Source: ECMA-262, "Runtime Semantics: UnicodeMatchProperty"; Unicode Standard Annex 44, table 12.
 """
@@ -14,6 +14,7 @@ from itertools import groupby
 
 from pdkernels._validation import refuse
 from pdkernels.grammar.language import OP, Ranges, complement, normal
+from pdkernels.grammar.unicode_scripts import known, ranges_of
 
 _NAMES = {
     "Letter": "L", "Cased_Letter": "LC", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt",
@@ -37,7 +38,7 @@ def without_classes(pattern: str, wide: bool) -> str:
     '[\\U00002028-\\U00002028]'
 
     Raises:
-        ValueError: a class that is no general category.
+        ValueError: a class that is neither a general category nor a known script.
     """
     if r"\p" not in pattern and r"\P" not in pattern:
         return pattern
@@ -60,11 +61,21 @@ def without_classes(pattern: str, wide: bool) -> str:
 
 
 def _class(name: str | None, excluded: bool, wide: bool) -> Ranges:
-    value = re.sub("^(gc|General_Category)=", "", name or "")
+    ranges, unassigned = _ranges(name or ""), _categories()["Cn"]
+    if excluded:
+        return complement(ranges if wide else normal([*ranges, *unassigned]))
+    return normal([*ranges, *unassigned]) if wide else ranges
+
+
+def _ranges(name: str) -> Ranges:
+    """The characters of a class, as far as this version of Unicode has them. A script may be named alone, as in Rust."""
+    kind, _, value = name.rpartition("=")
+    categories, script = _categories(), ranges_of(value)
+    if script is not None and kind in ("", "Script", "sc"):
+        return complement(normal([*complement(script), *categories["Cn"]]))
     value = _NAMES.get(value, value)
-    categories = _categories()
     members = [category for category in categories if category in _GROUPS.get(value, ()) or category.startswith(value)]
-    readable = (
+    readable = kind in ("", "gc", "General_Category") and (
         value in ("L", "M", "N", "P", "S", "Z")
         or value in _GROUPS
         or (value in categories and value not in ("Cn", "Cs"))
@@ -72,14 +83,10 @@ def _class(name: str | None, excluded: bool, wide: bool) -> Ranges:
     refuse(
         not readable,
         OP,
-        f"the class \\p{{{(name or '')[:40]}}} of a pattern is no general category of Unicode, which are followed",
-        "Write the ranges of its characters.",
+        f"the class \\p{{{name[:40]}}} of a pattern is neither a general category of Unicode nor a known script",
+        f"Write the ranges of its characters. Scripts: {known()}.",
     )
-    ranges = normal(bounds for category in members for bounds in categories[category])
-    unassigned = categories["Cn"]
-    if excluded:
-        return complement(ranges if wide else normal([*ranges, *unassigned]))
-    return normal([*ranges, *unassigned]) if wide else ranges
+    return normal(bounds for category in members for bounds in categories[category])
 
 
 @cache

@@ -132,8 +132,8 @@ def test_classes_of_unicode(pattern: str) -> None:
 
 
 def test_other_classes_are_refused_by_name() -> None:
-    for name in (r"\p{Script=Greek}", r"\p{Emoji}", r"\pL", r"\p{}", r"\p{Lx}"):
-        with pytest.raises(ValueError, match=re.escape("is no general category of Unicode")):
+    for name in (r"\p{Script=Klingon}", r"\p{gc=Greek}", r"\p{Emoji}", r"\pL", r"\p{}", r"\p{Lx}"):
+        with pytest.raises(ValueError, match=re.escape("is neither a general category of Unicode nor a known script")):
             Grammar.json_schema({"type": "string", "pattern": name})
     assert Grammar.json_schema({"type": "string", "pattern": r"^\\p{1}$"}).matches(r'"\\p"')
     with pytest.raises(ValueError, match="regular expression"):

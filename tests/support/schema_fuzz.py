@@ -78,6 +78,8 @@ class Writer:
         if depth and self.draw.random() < 0.3:
             made["contains"] = self.schema(depth - 1)
             made |= self.draw.choice([{}, {"minContains": 2}, {"maxContains": 1}, {"minContains": 0, "maxContains": 1}])
+        if depth and self.draw.random() < 0.15:
+            made["unevaluatedItems"] = self.draw.choice([False, self.schema(depth - 1)])
         return made | self.draw.choice([{}, {"minItems": 1}, {"maxItems": 2}])
 
     def _object(self, depth: int) -> dict[str, Any]:
