@@ -35,7 +35,18 @@ from pdkernels.models.checkpoints.huginn import (
 from pdkernels.models.checkpoints.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
 from pdkernels.models.checkpoints.request_adapters import load_adapter, unload_adapter
 from pdkernels.models.checkpoints.zoo import available, load
-from pdkernels.models.drafters import DFlashConfig, DFlashHead, EagleConfig, EagleHead, MtpConfig, MtpHead
+from pdkernels.models.drafters import (
+    DFlash2Config,
+    DFlash2Head,
+    DFlashConfig,
+    DFlashHead,
+    DSparkConfig,
+    DSparkHead,
+    EagleConfig,
+    EagleHead,
+    MtpConfig,
+    MtpHead,
+)
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.protocols import (
     BidirectionalModel,
@@ -63,8 +74,12 @@ __all__ = [
     "CallableModel",
     "CausalModel",
     "ChatTemplate",
+    "DFlash2Config",
+    "DFlash2Head",
     "DFlashConfig",
     "DFlashHead",
+    "DSparkConfig",
+    "DSparkHead",
     "EagleConfig",
     "EagleHead",
     "ExpertsConfig",

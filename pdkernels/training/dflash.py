@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdkernels._validation import check, check_choice, check_number, check_shape, check_type
+from pdkernels._validation import check, check_choice, check_number, check_shape, check_type, message
 from pdkernels.masks import AnchoredMask, anchored
 from pdkernels.models import Transformer
 from pdkernels.models.architectures.rope import apply_rope
@@ -195,6 +195,7 @@ def dflash_loss(
 
     Raises:
         ValueError: shapes that do not fit each other, anchors outside of the texts, or options out of range.
+        NotImplementedError: a `DSparkHead` or a `DFlash2Head`, whose losses have further terms.
 
     Source: DFlash (arXiv 2602.06036), equation 4. SpecForge trains on the text and takes the weighted mean, as here;
     speculators trains on the distribution and divides by the number of guesses instead. None of them draws drafts:
@@ -216,6 +217,8 @@ def dflash_loss(
         >>> loss.agreed.shape, head.fc.grad is None
         (torch.Size([3]), False)
     """
+    if type(head) is not DFlashHead:  # others have further terms in their losses
+        raise NotImplementedError(message(_OP, "head", "be a plain DFlashHead", type(head).__name__))
     config, device = head.config, tokens.device
     length, size, first = tokens.shape[1], config.block_size, 0 if config.sample_from_anchor else 1
     lengths = [length] if documents is None else list(documents)

@@ -21,7 +21,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windows": {"windows": (Window(4), None)},
     "windows, whole blocks": {"windows": (Window(2), Window(2)), "whole_blocks": True},
     "the target's head": {"own_head": False, "draft_vocab_size": VOCABULARY},
+    "DSpark": {"kind": "dspark"},
+    "DSpark, gated, from the anchor": {"kind": "dspark", "markov_kind": "gated", "sample_from_anchor": True},
+    "DSpark, rnn": {"kind": "dspark", "markov_kind": "rnn"},
+    "DSpark without a bias": {"kind": "dspark", "markov_rank": 0, "confidence": False},
+    "DFlash 2": {"kind": "dflash2"},
+    "DFlash 2, windows": {"kind": "dflash2", "windows": (Window(3), None), "own_head": False, "conv_taps": 3},
 }
+IN_ORDER = [name for name, changes in VARIANTS.items() if "kind" in changes]
 
 
 def a_head(model: Any, seed: int = 0, **changes: Any) -> Any:
@@ -52,10 +59,14 @@ def plain(model: Any, head: Any, prompt: list[int], size: int, temperature: floa
         block = torch.tensor([[text[-1], *[config.mask_token] * (config.block_size - 1)]])
         embed = model.embed if head.embedding is None else head.embed
         shared = model.embedding if model.head is None else model.head
-        logits = head.logits(head(embed(block), cache=cache), shared)[0, 0 if config.sample_from_anchor else 1 :]
-        whole = logits.new_full((len(logits), model.config.vocab_size), -torch.inf)
-        whole[:, head.vocabulary] = logits
-        draft = [text[-1], *(draw(whole[n], len(text) + n) for n in range(width - 1))]
+        hidden, draft = head(embed(block), cache=cache), [text[-1]]
+        logits = head.logits(hidden, shared)[0, 0 if config.sample_from_anchor else 1 :]
+        walk = head.walk(hidden, block[:, :1], shared) if head.in_order else None
+        for n in range(width - 1):
+            row = logits[n] if walk is None else walk(n, torch.tensor([draft[-1:]]))[0, 0]
+            whole = row.new_full((model.config.vocab_size,), -torch.inf)
+            whole[head.vocabulary] = row
+            draft.append(draw(whole, len(text) + n))
         rows = targets([*text[:-1], *draft])[len(text) - 1 :]
         drawn = [draw(row, len(text) + n) for n, row in enumerate(rows)]
         accepted = 1

@@ -132,17 +132,11 @@ def test_a_published_checkpoint(inside: bool, target: Transformer, tmp_path: Pat
 
 
 BROKEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "DSpark": (
-        {"speculators_model_type": "dspark"},
+    "MTP": (
+        {"speculators_model_type": "mtp"},
         NotImplementedError,
-        "be 'eagle3', 'peagle' or 'dflash', got 'dspark'",
+        "be one of eagle3, peagle, dflash, dspark, dflash2, got 'mtp'",
     ),
-    "DFlash 2": (
-        {"speculators_model_type": "dflash2"},
-        NotImplementedError,
-        "be 'eagle3', 'peagle' or 'dflash', got 'dflash2'",
-    ),
-    "MTP": ({"speculators_model_type": "mtp"}, NotImplementedError, "be 'eagle3', 'peagle' or 'dflash', got 'mtp'"),
     "windows": (
         {"layer_types": ["full_attention", "sliding_attention"]},
         NotImplementedError,

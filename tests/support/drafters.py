@@ -7,8 +7,12 @@ from typing import Any
 import torch
 
 from pdkernels.models import (
+    DFlash2Config,
+    DFlash2Head,
     DFlashConfig,
     DFlashHead,
+    DSparkConfig,
+    DSparkHead,
     EagleConfig,
     EagleHead,
     MtpConfig,
@@ -39,8 +43,8 @@ def eagle_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes:
 
 
 def dflash_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes: Any) -> DFlashHead:
-    """A block drafter for a model, of two layers, which shares its embedding."""
-    config = model.config
+    """A block drafter for a model, of two layers, which shares its embedding. `kind`: "dflash", "dspark" or "dflash2"."""
+    config, kind = model.config, changes.pop("kind", "dflash")
     body = TransformerConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -54,9 +58,18 @@ def dflash_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes
         windows=changes.pop("windows", ()),
     )
     known: dict[str, Any] = {"draft_vocab_size": max(1, config.vocab_size - 2), "block_size": 5, "mask_token": 0}
-    made = DFlashConfig(body, taps or (0, config.layers), **{**known, **changes})
+    if kind == "dspark":
+        known |= {"markov_rank": 8, "sample_from_anchor": False}
+    if kind == "dflash2":
+        known |= {"draft_vocab_size": config.vocab_size, "selector_rank": 8, "candidates": min(4, config.vocab_size)}
+        known |= {"conv_group": 2, "whole_blocks": False}
+    config_class: Any = {"dflash": DFlashConfig, "dspark": DSparkConfig, "dflash2": DFlash2Config}[kind]
+    head_class: Any = {"dflash": DFlashHead, "dspark": DSparkHead, "dflash2": DFlash2Head}[kind]
     torch.manual_seed(seed)
-    head = DFlashHead(made)
+    head: DFlashHead = head_class(config_class(body, taps or (0, config.layers), **{**known, **changes}))
+    for name, parameter in head.named_parameters():
+        if "taps" in name or name.startswith(("markov", "predecessors", "successors", "selector")):
+            parameter.data = torch.randn_like(parameter) * 0.5
     for layer in head.layers:  # so that guesses differ from row to row
         layer.down.data *= 4
         layer.output.data *= 4

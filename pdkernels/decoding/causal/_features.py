@@ -107,7 +107,11 @@ class FeatureSteps(DrafterSteps):
 
     def _guess(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The drafter's tokens ``(batch, n)`` for `positions`, from its rows, as the target's ids."""
-        logits, vocabulary = self.logits_of(hidden), self.drafter.vocabulary
+        return self._drawn(self.logits_of(hidden), positions)
+
+    def _drawn(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The tokens ``(batch, n)`` that the drafter draws from its logits."""
+        vocabulary = self.drafter.vocabulary
         if self.sampler.temperature == 0:
             guesses: torch.Tensor = vocabulary[self.sampler.sample(logits, positions, self.seeds, OWN).clamp(min=0)]
             return guesses

@@ -58,7 +58,7 @@ class DFlashSteps(FeatureSteps):
         self.shared = shared
         self.rows = head.config.block_size
         """Of a forward of the head."""
-        self.first = 0 if head.config.sample_from_anchor else 1
+        self.first = head.config.first
         most = 1 + self.rows - self.first
         size, chosen = (most, False) if block_size is None else checked_block_size(_OP, block_size, most)
         check(size <= most, _OP, "block_size", f"be at most {most}, the tokens of the drafter's blocks", size)
@@ -94,11 +94,16 @@ class DFlashSteps(FeatureSteps):
     def draft(self, width: int) -> torch.Tensor:
         self._read()
         block = torch.cat([self.entry.draft, self.masks], 1)
-        hidden = self.drafter(self.embed(block), cache=self.drafted)
-        guesses = self._guess(
-            hidden[:, self.first :][:, : width - 1], self.cache.lengths[:, None] + self.after[: width - 1]
-        )
-        return torch.cat([self.or_forced(n, guesses[:, n - 1 : n]) for n in range(1, width)], 1)
+        hidden = self.drafter(self.embed(block), cache=self.drafted)[:, : self.first + width - 1]
+        positions = self.cache.lengths[:, None] + self.after[: width - 1]
+        if not self.drafter.in_order:
+            guesses = self._guess(hidden[:, self.first :], positions)
+            return torch.cat([self.or_forced(n, guesses[:, n - 1 : n]) for n in range(1, width)], 1)
+        walk, path = self.drafter.walk(hidden, self.entry.draft, self.shared), [self.entry.draft]
+        for number in range(width - 1):
+            guess = self._drawn(walk(number, path[-1]), positions[:, number : number + 1])
+            path.append(self.or_forced(number + 1, guess))
+        return torch.cat(path[1:], 1)
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.drafter.logits(hidden, self.shared)
@@ -133,7 +138,18 @@ class Drafts:
         hidden = head(self._embed(tokens), cache=cache)
         if rows is not None:
             hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        return head.logits(hidden, self.shared)
+        if not head.in_order:
+            return head.logits(hidden, self.shared)
+        # As many blocks as the rows make, each guess of all of them together.
+        size = min(config.block_size, hidden.shape[1])
+        blocks = hidden[:, : hidden.shape[1] // size * size].unflatten(1, (-1, size)).flatten(0, 1)
+        token = tokens.new_zeros(len(blocks), 1)
+        walk = head.walk(blocks, token, self.shared)
+        logits = torch.empty(0)
+        for number in range(size - config.first):
+            logits = walk(number, token)
+            token = head.vocabulary[logits.argmax(-1)]
+        return logits
 
 
 def _checked(model: Any, head: Any) -> tuple[DFlashHead, Any]:

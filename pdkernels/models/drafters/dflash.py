@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from pdkernels._validation import check, check_flag, check_type
+from pdkernels._validation import check, check_flag, check_type, message
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models.architectures.attention import Seen, Visibility, rotated
@@ -72,6 +72,11 @@ class DFlashConfig(DrafterConfig):
         check(1 <= drafted <= size, _OP, "draft_vocab_size", f"be in 1 .. {size}", drafted)
         check(self.own_head or drafted == size, _OP, "own_head", "be True where fewer tokens are drafted", False)
 
+    @property
+    def first(self) -> int:
+        """The first row of a block that guesses."""
+        return 0 if self.sample_from_anchor else 1
+
 
 class DFlashHead(DrafterHead):
     """A drafter for the method "dflash". Row i of its cache is made from the target's row i.
@@ -91,6 +96,8 @@ class DFlashHead(DrafterHead):
 
     method = "dflash"
     """The decoding method that it is for."""
+    in_order = False
+    """Whether a guess depends on those before it (`walk`)."""
     head: Matrix | None
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -101,7 +108,7 @@ class DFlashHead(DrafterHead):
         self.register_parameter("embedding", embedding)
         self.fc: Matrix = nn.Parameter(torch.empty(width, len(config.taps) * width))
         self.hidden_norm = nn.Parameter(torch.empty(width))
-        self.layers = nn.ModuleList(Layer(body) for _ in range(body.layers))
+        self.layers = nn.ModuleList(self.new_layer() for _ in range(body.layers))
         self.norm = nn.Parameter(torch.empty(width))
         head = nn.Parameter(torch.empty(config.draft_vocab_size, width)) if config.own_head else None
         self.register_parameter("head", head)
@@ -109,6 +116,9 @@ class DFlashHead(DrafterHead):
         self.tables = tables_of(body)
         if not self.norm.is_meta:
             self.initialize_()
+
+    def new_layer(self) -> Layer:
+        return Layer(self.config.body)
 
     def fused(self, features: Tensor) -> Tensor:
         """What it reads of the target's `features` ``(batch, T, taps, hidden_size)``: ``(batch, T, hidden_size)``."""
@@ -173,9 +183,34 @@ class DFlashHead(DrafterHead):
     def logits(self, hidden: Tensor, head: Any = None) -> Tensor:
         """``(..., draft_vocab_size)`` of rows of a forward. `head`: the target's matrix, for a drafter without its
         own."""
+        return self.scores(self.normed(hidden), head)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows of a forward after the last norm."""
+        return rms_norm(hidden, self.norm, self.config.body.norm_eps)
+
+    def scores(self, normed: Tensor, head: Any = None) -> Tensor:
+        """`logits` of rows after the last norm."""
         matrix = head if self.head is None else self.head
         assert matrix is not None
-        return linear(rms_norm(hidden, self.norm, self.config.body.norm_eps), cast(Matrix, matrix))
+        return linear(normed, cast(Matrix, matrix))
+
+    def walk(self, hidden: Tensor, known: Tensor, head: Any = None) -> Walk:
+        """What gives the logits of a block's guesses one after the other, for a drafter whose guesses are `in_order`.
+
+        Args:
+            hidden: ``(batch, rows, hidden_size)``, the first rows of a forward.
+            known: ``(batch, 1)`` int64, the known token.
+            head: as for `logits`.
+        """
+        raise NotImplementedError(message(type(self).__name__, "in_order", "be True", self.in_order, "Use `logits`."))
+
+
+class Walk(Protocol):
+    """The guesses of a block in their order: the logits ``(batch, 1, draft_vocab_size)`` of guess `number`, from 0 on,
+    after the token `previous` ``(batch, 1)``, an id of the target's."""
+
+    def __call__(self, number: int, previous: Tensor) -> Tensor: ...
 
 
 @lru_cache(None)

@@ -1,4 +1,4 @@
-"""Folders of DFlash heads: their config.json and the names of their tensors.
+"""Folders of DFlash, DSpark and DFlash 2 heads: their config.json and the names of their tensors.
 
 Sources: speculators 0.9 (models/dflash, convert/dflash); the released checkpoints (``dflash_config``), which have
 neither embedding nor head, and count the layers of the target from its first layer's output.
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdkernels._validation import check
+from pdkernels.models.checkpoints.drafters import dflash_kinds
+from pdkernels.models.checkpoints.drafters.dflash_kinds import DFLASH2, DSPARK, KINDS, OWN_FIELDS, refuse_others
 from pdkernels.models.checkpoints.hf import from_hf_config
 from pdkernels.models.drafters.dflash import DFlashConfig
 from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts, proposals, window_config
@@ -19,18 +21,51 @@ from pdkernels.models.files.layout import Layout, Parts
 
 
 def describes(fields: Fields) -> bool:
-    """Whether a config.json is that of a DFlash head."""
-    return fields.get("speculators_model_type") == "dflash" or "dflash_config" in fields.values
+    """Whether a config.json is that of a head that fills blocks."""
+    return fields.get("speculators_model_type") in KINDS or "dflash_config" in fields.values
+
+
+_FIELDS = (
+    "draft_vocab_size",
+    "block_size",
+    "target_hidden_size",
+    "aux_hidden_state_layer_ids",
+    "mask_token_id",
+    "sliding_window_non_causal",
+    "sample_from_anchor",
+)
+_RELEASED = ("mask_token_id", "target_layer_ids", "block_size")
+_NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": 0, "is_causal": False}
+"""What the code of released checkpoints reads besides, and the values that change nothing."""
+
+
+def _checked_fields(fields: Fields, head_fields: Fields, published: bool, kind: str, layers: int) -> None:
+    """Refuses what is not followed."""
+    own = OWN_FIELDS.get(kind, ())
+    if not published:
+        refuse_others(fields, (*_FIELDS, *own))
+        return
+    for part in (fields, head_fields):
+        for name, neutral in _NEUTRAL.items():
+            value = part.values.get(name, neutral)
+            demand(value == neutral, name, f"be absent or {neutral}", shown(value))
+    refuse_others(head_fields, (*_RELEASED, *OWN_FIELDS[DFLASH2], *_NEUTRAL))
+    made_for = fields.integer("num_target_layers", layers)
+    check(made_for == layers, OP, "drafter", f"be for {layers} layers, the target's", made_for)
 
 
 def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     """The sizes of a head, checked against its target."""
     sizes = target.config
     published = fields.get("speculators_model_type") is None
+    kind = "dflash" if published else str(fields.get("speculators_model_type"))
     inner, head_fields = (
         (fields, fields.part("dflash_config")) if published else (fields.part("transformer_layer_config"), fields)
     )
-    sliding = [kind for kind in inner.get("layer_types") or [] if kind != "full_attention"]
+    if published and any(name in part.values for part in (fields, head_fields) for name in OWN_FIELDS[DFLASH2]):
+        kind = DFLASH2
+    _checked_fields(fields, head_fields, published, kind, sizes.layers)
+    sliding = [each for each in inner.get("layer_types") or [] if each != "full_attention"]
     # What a window means for a block is for the attention library to say that runs the published code.
     demand(
         not (sliding and published),
@@ -51,8 +86,9 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     vocabulary = body.vocab_size
     check(vocabulary == sizes.vocab_size, OP, "drafter", f"be for {sizes.vocab_size} tokens, the target's", vocabulary)
     blocks = head_fields if "block_size" in head_fields.values else fields
+    merged = Fields({**fields.given, **head_fields.given})
     with read_from("config.json"):
-        return DFlashConfig(
+        return dflash_kinds.config_class(kind)(
             body=body,
             taps=_taps(
                 head_fields, "target_layer_ids" if published else "aux_hidden_state_layer_ids", sizes.layers, published
@@ -60,10 +96,11 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
             block_size=blocks.integer("block_size"),
             mask_token=head_fields.integer("mask_token_id", minimum=0),
             draft_vocab_size=fields.integer("draft_vocab_size", vocabulary),
-            sample_from_anchor=fields.flag("sample_from_anchor", False),
+            sample_from_anchor=fields.flag("sample_from_anchor", kind == DSPARK),
             own_embedding="embed_tokens.weight" in weights.stored,
             own_head=any(name.startswith("lm_head.") for name in weights.stored),
-            whole_blocks=any(body.windows) and fields.flag("sliding_window_non_causal", False),
+            whole_blocks=any(body.windows) and fields.flag("sliding_window_non_causal", kind == DFLASH2),
+            **dflash_kinds.own_options(kind, merged),
         )
 
 
@@ -93,19 +130,25 @@ def _parts(config: DFlashConfig) -> Iterator[tuple[str, Parts]]:
     yield "fc", {"fc.weight": (hidden, len(config.taps) * hidden)}
     yield "hidden_norm", {"hidden_norm.weight": (hidden,)}
     for index in range(body.layers):
-        yield from layer_parts(body, f"layers.{index}.", f"layers.{index}.", hidden)
+        prefix = f"layers.{index}."
+        yield from layer_parts(body, prefix, prefix, hidden)
+        yield from dflash_kinds.layer_additions(config, prefix, prefix)
     yield "norm", {"norm.weight": (hidden,)}
     if config.own_head:
         yield "head", {"lm_head.weight": (config.draft_vocab_size, hidden)}
+    yield from dflash_kinds.head_additions(config)
+
+
+_ARCHITECTURES = {"dflash": "DFlashSpeculator", DSPARK: "DSparkSpeculator", DFLASH2: "DFlash2DraftModel"}
 
 
 def written(config: DFlashConfig, dtype: str, target: str, tokens: int | None) -> Mapping[str, Any]:
     """The config.json, in the format of the speculators library."""
     demand(config.body.qk_norm, "qk_norm", "be True, as in the layers of Qwen3", False)
-    drafted = config.block_size - (not config.sample_from_anchor)
+    drafted, kind = config.block_size - config.first, dflash_kinds.kind_of(config)
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": [_ARCHITECTURES[kind]],
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
@@ -114,7 +157,8 @@ def written(config: DFlashConfig, dtype: str, target: str, tokens: int | None) -
         "mask_token_id": config.mask_token,
         "sliding_window_non_causal": config.whole_blocks,
         "sample_from_anchor": config.sample_from_anchor,
+        **dflash_kinds.written_options(config),
         "torch_dtype": dtype,
         "transformer_layer_config": layer_config(config.body) | window_config(config.body),
-        "speculators_config": proposals("dflash", target, drafted if tokens is None else tokens),
+        "speculators_config": proposals(kind, target, drafted if tokens is None else tokens),
     }

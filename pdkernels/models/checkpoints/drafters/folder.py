@@ -1,4 +1,4 @@
-"""Folders of EAGLE-3 and DFlash heads, both ways: the format of the speculators library, and those of the authors' own
+"""Folders of EAGLE-3, DFlash, DSpark and DFlash 2 heads, both ways: the format of the speculators library, and those of the authors' own
 checkpoints; and layers for multi-token prediction, which are in the folder of their model.
 
 Packed matrices are stored in the format of compressed-tensors. Sources: speculators 0.9 (models/eagle3, convert/eagle);
@@ -21,6 +21,7 @@ from torch import Tensor
 from pdkernels._validation import check, check_type, fail, refuse
 from pdkernels.models.architectures.packing import adopt_
 from pdkernels.models.checkpoints.drafters import dflash_folder, mtp_folder
+from pdkernels.models.checkpoints.drafters.dflash_kinds import KINDS, new_head, refuse_others
 from pdkernels.models.checkpoints.drafters.packed import packed_tensors, quantization_config
 from pdkernels.models.checkpoints.hf import from_hf_config
 from pdkernels.models.checkpoints.packaged import weight_folder, weight_folders
@@ -37,6 +38,15 @@ from pdkernels.ops.quantized_weight import QuantizedWeight
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _FIRST_NORM = "midlayer.input_layernorm.weight"
+_FIELDS = (
+    "draft_vocab_size",
+    "norm_before_residual",
+    "target_hidden_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+)
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's, which only training reads."""
 
@@ -52,8 +62,8 @@ def load_drafter(
     """A drafter for a target, from a folder with ``config.json`` and ``*.safetensors``.
 
     Args:
-        path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3", "peagle" or
-            "dflash"), or of a checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``)
+        path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3", "peagle",
+            "dflash", "dspark" or "dflash2"), or of a checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``)
             publish them; the target's own folder, if it has a layer for multi-token prediction (MiMo, Qwen3.5); or a
             name of `available_drafters`.
         target: the model that it drafts for, one of `load` or of `pdkernels.integrations.transformers.wrap`.
@@ -117,7 +127,7 @@ def load_drafter(
     if isinstance(masked := state.get("mask_hidden"), Tensor):
         state["mask_hidden"] = masked.view(1, 1, -1)
     with torch.device("meta"):
-        head: EagleHead | DFlashHead = EagleHead(config) if isinstance(config, EagleConfig) else DFlashHead(config)
+        head: EagleHead | DFlashHead = EagleHead(config) if isinstance(config, EagleConfig) else new_head(config)
     adopt_(head, {**state, "vocabulary": vocabulary.to(target.device)})
     return head.requires_grad_(False).eval()
 
@@ -145,7 +155,7 @@ def drafter_method(path: str | Path) -> str | None:
         return None
     kind, names = config.get("speculators_model_type"), config.get("architectures")
     class_names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    if kind == "dflash" or "dflash_config" in config:
+    if kind in KINDS or "dflash_config" in config:
         return "dflash"
     # Other kinds are refused by `load_drafter`, by name.
     return "eagle" if kind is not None or any("Eagle" in name for name in class_names) else None
@@ -235,7 +245,9 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
     """The sizes of a head, checked against its target, and the published name of its first layer."""
     kind, published = fields.get("speculators_model_type"), _FIRST_NORM in weights.stored
     if kind is not None:
-        demand(kind in ("eagle3", "peagle"), "speculators_model_type", "be 'eagle3', 'peagle' or 'dflash'", shown(kind))
+        kinds = ", ".join(("eagle3", "peagle", *KINDS))
+        demand(kind in ("eagle3", "peagle"), "speculators_model_type", f"be one of {kinds}", shown(kind))
+        refuse_others(fields, (*_FIELDS, *(("mask_token_id",) if kind == "peagle" else ())))
         inner = fields.part("transformer_layer_config")
         family = inner.get("model_type", "qwen3")
     else:

@@ -1,0 +1,129 @@
+"""What DSpark and DFlash 2 add to the folder of a DFlash head: fields of config.json, and tensors.
+
+Sources: speculators 0.9 (models/dspark, models/dflash2), and for released DFlash 2 checkpoints Z Lab's code, which has the
+same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pdkernels._validation import message
+from pdkernels.models.drafters.dflash import DFlashConfig, DFlashHead
+from pdkernels.models.drafters.dflash2 import DFlash2Config, DFlash2Head
+from pdkernels.models.drafters.dspark import DSparkConfig, DSparkHead, MarkovKind
+from pdkernels.models.files.fields import OP, Fields, demand, shown
+from pdkernels.models.files.layout import Parts
+
+DSPARK, DFLASH2 = "dspark", "dflash2"
+KINDS = ("dflash", DSPARK, DFLASH2)
+"""Values of ``speculators_model_type``."""
+
+_DSPARK_FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_DFLASH2_FIELDS = {
+    "conv_kernel_size": "conv_taps",
+    "conv_group_size": "conv_group",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "candidates",
+}
+OWN_FIELDS: dict[str, tuple[str, ...]] = {DSPARK: _DSPARK_FIELDS, DFLASH2: tuple(_DFLASH2_FIELDS)}
+
+_BOOKKEEPING = (
+    "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "speculators_version", "model_type",
+    "speculators_model_type", "speculators_config", "transformer_layer_config", "tie_word_embeddings", "use_cache",
+    "quantization_config", "compression_config", "_name_or_path", "has_no_defaults_at_init", "is_composition",
+    "attribute_map", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "keys_to_ignore_at_inference",
+    "sub_configs", "base_config_key", "_auto_class", "auto_package", "registry_auto_discovery", "schema_discriminator",
+    "model_config", "embed_requires_grad", "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward",
+    "is_encoder_decoder", "id2label", "label2id", "problem_type",
+)  # fmt: skip
+"""Fields that say nothing of the forward: versions, training, how servers verify."""
+
+
+def refuse_others(fields: Fields, known: tuple[str, ...]) -> None:
+    """Refuses what is neither known nor bookkeeping: another version of the format may mean anything by it."""
+    for name, value in fields.values.items():
+        if name not in known and name not in _BOOKKEEPING:
+            expectation = "be absent: what it means is not known here"
+            raise NotImplementedError(message(OP, f"{fields.where}: {shown(name)}", expectation, shown(value)))
+
+
+def config_class(kind: str) -> type[DFlashConfig]:
+    return {DSPARK: DSparkConfig, DFLASH2: DFlash2Config}.get(kind, DFlashConfig)
+
+
+def new_head(config: DFlashConfig) -> DFlashHead:
+    if isinstance(config, DSparkConfig):
+        return DSparkHead(config)
+    return DFlash2Head(config) if isinstance(config, DFlash2Config) else DFlashHead(config)
+
+
+def kind_of(config: DFlashConfig) -> str:
+    return DSPARK if isinstance(config, DSparkConfig) else DFLASH2 if isinstance(config, DFlash2Config) else "dflash"
+
+
+def own_options(kind: str, fields: Fields) -> dict[str, Any]:
+    """Arguments of the config's class beside those of `DFlashConfig`. What is absent has speculators' default."""
+    if kind == DSPARK:
+        markov = fields.get("markov_head_type", "vanilla")
+        kinds = get_args(MarkovKind)
+        demand(markov in kinds, "markov_head_type", f"be one of {', '.join(kinds)}", shown(markov))
+        return {
+            "markov_rank": fields.integer("markov_rank", 256, minimum=0),
+            "markov_kind": markov,
+            "confidence": fields.flag("enable_confidence_head", True),
+            "confidence_reads_token": fields.flag("confidence_head_with_markov", True),
+        }
+    if kind == DFLASH2:
+        defaults = {"conv_taps": 2, "conv_group": 16, "selector_rank": 256, "candidates": 16}
+        return {own: fields.integer(name, defaults[own]) for name, own in _DFLASH2_FIELDS.items()}
+    return {}
+
+
+def written_options(config: DFlashConfig) -> dict[str, Any]:
+    """The inverse of `own_options`."""
+    if isinstance(config, DSparkConfig):
+        values = (config.markov_rank, config.markov_kind, config.confidence, config.confidence_reads_token)
+        return dict(zip(_DSPARK_FIELDS, values, strict=True))
+    if isinstance(config, DFlash2Config):
+        return {name: getattr(config, own) for name, own in _DFLASH2_FIELDS.items()}
+    return {}
+
+
+def layer_additions(config: DFlashConfig, prefix: str, source_prefix: str) -> Iterator[tuple[str, Parts]]:
+    """Our parameters of a layer beside those of Qwen3's, and their parts."""
+    if not isinstance(config, DFlash2Config):
+        return
+    taps, width = config.conv_taps, config.body.hidden_size
+    for part in ("attention", "mlp"):
+        source = f"{source_prefix}{part}_conv."
+        yield f"{prefix}{part}_taps", {f"{source}base_kernel": (2, taps, width)}
+        rows = 2 * taps * (width // config.conv_group)
+        yield f"{prefix}{part}_row_taps", {f"{source}kernel_projection.weight": (rows, width)}
+
+
+def head_additions(config: DFlashConfig) -> Iterator[tuple[str, Parts]]:
+    """Our parameters after the layers beside those of DFlash, and their parts."""
+    vocabulary, width = config.body.vocab_size, config.body.hidden_size
+    if isinstance(config, DFlash2Config):
+        source, rank = "candidate_selector.", config.selector_rank
+        yield "predecessors", {f"{source}predecessor_codebook": (vocabulary, rank)}
+        yield "successors", {f"{source}successor_codebook": (vocabulary, rank)}
+        yield "selector_in", {f"{source}hidden_projection.weight": (rank, width)}
+    if not isinstance(config, DSparkConfig):
+        return
+    rank = config.markov_rank
+    if rank:
+        yield "markov_in", {"markov_head.markov_w1.weight": (vocabulary, rank)}
+        yield "markov_out", {"markov_head.markov_w2.weight": (config.draft_vocab_size, rank)}
+        name, reads, mixes = {"gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 2, 3)}.get(
+            config.markov_kind, ("", 0, 0)
+        )
+        if name:
+            yield "markov_mix", {f"markov_head.{name}.weight": (mixes * rank, width + reads * rank)}
+            yield "markov_mix_bias", {f"markov_head.{name}.bias": (mixes * rank,)}
+    if config.confidence:
+        reads = width + rank * config.confidence_reads_token
+        yield "confidence_out", {"confidence_head.proj.weight": (1, reads)}
+        yield "confidence_bias", {"confidence_head.proj.bias": (1,)}
