@@ -10,6 +10,7 @@ import torch
 from pdkernels.decoding import generate
 from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
+from pdkernels.models import ByteTokenizer
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.drafters import small_drafter
 from tests.support.tri_mode import small_transformer
@@ -100,6 +101,28 @@ def test_what_is_refused(drafter: str, kind: type[Exception], words: str) -> Non
     with pytest.raises(ValueError, match="the model has no drafter for this method. Pass drafter, or put one"):
         model.drafters = {"eagle": model}
         generate(model, [1], "draft_model", max_new_tokens=4)
+
+
+class Shifted(ByteTokenizer):
+    """Bytes in another order."""
+
+    def encode(self, text: str) -> list[int]:
+        return [(token + 1) % 256 for token in super().encode(text)]
+
+    def decode(self, ids: Any) -> str:
+        return super().decode([(token - 1) % 256 for token in ids])
+
+
+def test_as_many_tokens_of_another_tokenizer_are_refused() -> None:
+    """Its guesses would be other words: never wrong in the text, and never right."""
+    model, drafter = small_transformer(0, 256), small_transformer(1, 256)
+    model.tokenizer, drafter.tokenizer = ByteTokenizer(), Shifted()
+    words = "decoding.draft_model: drafter must have the model's tokenizer, got another one, whose ids mean other words"
+    with pytest.raises(ValueError, match=words):
+        generate(model, [1], "draft_model", max_new_tokens=4, drafter=drafter)
+    for tokenizer in (ByteTokenizer(), Words(), None):  # the same one, and such as cannot be compared
+        drafter.tokenizer = tokenizer
+        generate(model, [1], "draft_model", max_new_tokens=4, drafter=drafter)
 
 
 class Words:

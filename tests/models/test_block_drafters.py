@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import pdkernels as pd
 from pdkernels.decoding import generate
-from pdkernels.models import DFlash2Head, DSparkHead, Transformer, load_drafter, save_drafter
+from pdkernels.models import DFlash2Head, DSparkHead, JsonTokenizer, Transformer, load_drafter, save_drafter
 from pdkernels.training import dflash_loss
 from tests.models.test_eagle_folders import LLAMA3, SIZES, TARGET, without_data
 from tests.support.drafters import dflash_head
@@ -285,6 +285,42 @@ def test_a_released_checkpoint_of_dflash2(where: str, target: Transformer, tmp_p
     (folder / "config.json").write_text(json.dumps({**config, "num_target_layers": 7}))
     with pytest.raises(ValueError, match="drafter must be for 6 layers, the target's, got 7"):
         load_drafter(folder, target)
+
+
+def test_a_folder_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    tokenizers: Any = pytest.importorskip("tokenizers", reason="reads tokenizer.json")
+    folder, letters = tmp_path / "head", "abcdefghijklmnopqrstuvwxyz'{}:;,.()=*#1234579"[:40]
+    target: Any = Transformer(TARGET).requires_grad_(False)
+    save_drafter(our_head("dspark", target), folder)
+
+    def written(order: str) -> Path:
+        tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(order)}, [])).save(
+            str(folder / "tokenizer.json")
+        )
+        return folder
+
+    target.tokenizer = JsonTokenizer(written(letters) / "tokenizer.json")
+    load_drafter(folder, target)
+    with pytest.raises(
+        ValueError, match="drafter must have the target's tokenizer, got another one in its tokenizer.json"
+    ):
+        load_drafter(written(letters[::-1]), target)
+    target.tokenizer = None  # then nothing can be compared
+    load_drafter(folder, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_map_that_holds_no_integers_is_refused(dtype: torch.dtype, target: Transformer, tmp_path: Path) -> None:
+    save_drafter(our_head("dspark", target), tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, "d2t": torch.zeros_like(state["d2t"], dtype=dtype)}, file)
+    with pytest.raises(ValueError, match=f"d2t must hold integers, got {dtype}"):
+        load_drafter(tmp_path / "head", target)
+    largest = torch.full_like(state["d2t"], torch.iinfo(torch.int64).max)
+    save_file({**state, "d2t": largest}, file)
+    with pytest.raises(ValueError, match="d2t must lead to ids in 0 .. 39"):
+        load_drafter(tmp_path / "head", target)
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2"])

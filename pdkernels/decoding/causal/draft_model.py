@@ -25,6 +25,7 @@ from pdkernels.generation.session import Session
 from pdkernels.models import load
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.protocols import CausalModel, missing
+from pdkernels.models.text.same_tokens import same_tokens
 
 _OP = "decoding.draft_model"
 
@@ -159,6 +160,9 @@ def _checked(model: Any, drafter: Any) -> Any:
     vocabulary, drafter_vocabulary = model.config.vocab_size, drafter.config.vocab_size
     compatible = vocabulary == drafter_vocabulary or _same_words(model, drafter)
     check(compatible, _OP, "drafter", f"have the model's vocabulary of {vocabulary} tokens", drafter_vocabulary)
+    # As many tokens are not yet the same ones.
+    alike = same_tokens(getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None))
+    check(alike, _OP, "drafter", "have the model's tokenizer", "another one, whose ids mean other words")
     return drafter
 
 

@@ -33,6 +33,8 @@ from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts,
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown, some
 from pdkernels.models.files.folder import Weights, member, read_fields
 from pdkernels.models.files.layout import Layout, Parts
+from pdkernels.models.text.same_tokens import same_tokens
+from pdkernels.models.text.tokenizers import JsonTokenizer
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
 _CONFIG = "config.json"
@@ -101,6 +103,7 @@ def load_drafter(
         demand(scheme is None, FIELDS[0], "be absent, for layers that draft", shown(fields.get(FIELDS[0])))
         refuse(packed is True, OP, f"packed must not be True for {folder}, whose matrices are not quantised")
         return _mtp_head(mtp_folder.config_of(fields, target), weights, target, dtype)
+    _check_tokenizer(folder, target)
     if dflash_folder.describes(fields):
         config = dflash_folder.config_of(fields, weights, target)
         layout = dflash_folder.layout(config)
@@ -130,6 +133,14 @@ def load_drafter(
         head: EagleHead | DFlashHead = EagleHead(config) if isinstance(config, EagleConfig) else new_head(config)
     adopt_(head, {**state, "vocabulary": vocabulary.to(target.device)})
     return head.requires_grad_(False).eval()
+
+
+def _check_tokenizer(folder: Path, target: Any) -> None:
+    """Refuses a drafter that brings another tokenizer than the target's."""
+    text = member(folder, "tokenizer.json")
+    if text is not None and isinstance(own := getattr(target, "tokenizer", None), JsonTokenizer):
+        alike = same_tokens(own, JsonTokenizer(text, end_tokens=()))
+        check(alike, OP, "drafter", "have the target's tokenizer", "another one in its tokenizer.json")
 
 
 def _mtp_head(config: MtpConfig, weights: Weights, target: Any, dtype: torch.dtype | None) -> MtpHead:
