@@ -165,6 +165,46 @@ def test_a_text_that_changes_is_followed() -> None:
     assert cost < 1.02 * plain and sum(count > 1 for count in rows) < 40
 
 
+class Falling:
+    """A drafter that is right less and less often: always at first, and never from token 150 on."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, tokens: torch.Tensor, *, cache: Any, rows: torch.Tensor, **given: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.model(tokens, cache=cache, rows=rows, **given)
+        positions = cache.lengths[:, None] + rows
+        wrong = (positions - 50) / 100 > positions * 0.6180339887 % 1  # spread evenly over the text
+        return torch.where(wrong[..., None], logits.roll(1, -1), logits)
+
+
+@pytest.mark.parametrize("table", ["cpu", "gpu"])
+def test_auto_notices_that_acceptance_falls(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of trained heads does far into a text: drafts become shorter, and then there are but tries of one guess."""
+    costs = TABLES[table]
+    monkeypatch.setattr("pdkernels.decoding.costs.kept_row_times", lambda model: Times(costs))
+    monkeypatch.setattr("pdkernels.decoding.causal.draft_model.guess_seconds", lambda drafter, batch: 0.05)
+    model = small_transformer(1, head_dim=16).float()
+    options = {"max_new_tokens": 400, "end_tokens": (), "trace": True, "drafter": Falling(model)}
+    expected = generate(model, [3, 1, 4], max_new_tokens=400, end_tokens=()).tokens
+    found = generate(model, [3, 1, 4], "draft_model", block_size="auto", **options)
+    assert torch.equal(found.tokens, expected)
+    accepted, rows = found.stats.accepted[0], [len(step.draft) for step in found.stats.trace[0]]
+    places = torch.tensor(accepted).cumsum(0).tolist()
+    early = [row for row, place in zip(rows, places, strict=True) if 20 <= place < 50]
+    late = [row for row, place in zip(rows, places, strict=True) if 200 <= place < 400]
+    assert sum(early) / len(early) > 4 and max(late) <= 2
+    # Where rows are free a try costs a guess alone, so there are more of them.
+    assert spent([], late, costs, 0.05)[0] < 1.03 * len(late) * costs[0]
+    fixed = generate(model, [3, 1, 4], "draft_model", block_size=max(rows), **options)
+    widths = [len(step.draft) for step in fixed.stats.trace[0]]
+    auto, longest = spent(accepted, rows, costs, 0.05)[0], spent([], widths, costs, 0.05)[0]
+    assert auto < 0.9 * longest
+
+
 # ---- times that are kept
 
 
