@@ -6,5 +6,16 @@ from pdkernels.cache.paged import PagedKVCache
 from pdkernels.cache.pool import PagePool
 from pdkernels.cache.protocol import Cache
 from pdkernels.cache.windowed import WindowedCache
+from pdkernels.cache.windowed_pool import PooledWindowedCache, WindowedPool
 
-__all__ = ["Cache", "ContiguousKVCache", "HybridCache", "PagePool", "PagedKVCache", "StateShape", "WindowedCache"]
+__all__ = [
+    "Cache",
+    "ContiguousKVCache",
+    "HybridCache",
+    "PagePool",
+    "PagedKVCache",
+    "PooledWindowedCache",
+    "StateShape",
+    "WindowedCache",
+    "WindowedPool",
+]

@@ -50,9 +50,21 @@ class PagePool:
         device: torch.device | str = "cpu",
     ) -> None:
         op = "cache.PagePool"
+        self._allocate(op, integer(op, "layers", layers, 1), num_pages, page_size, kv_heads, head_dim, dtype, device)
+
+    def _allocate(
+        self,
+        op: str,
+        layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         self.num_pages, self.page_size = integer(op, "num_pages", num_pages, 1), integer(op, "page_size", page_size, 1)
-        shape = [self.num_pages + 1, self.page_size]
-        shape = [integer(op, "layers", layers, 1), *shape, integer(op, "kv_heads", kv_heads, 1)]
+        shape = [layers, self.num_pages + 1, self.page_size, integer(op, "kv_heads", kv_heads, 1)]
         self.head_dim = integer(op, "head_dim", head_dim, 1)
         shape.append(row_width(op, self.head_dim, dtype))
         nbytes = 2 * dtype.itemsize * torch.Size(shape).numel()
@@ -76,6 +88,11 @@ class PagePool:
         """Pages with several holders."""
         return sum(count > 1 for count in self._holders)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return self.k.nbytes + self.v.nbytes
+
     def holders(self, page: int) -> int:
         """How many hold a page."""
         return self._holders[page]
@@ -87,13 +104,16 @@ class PagePool:
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Adds a holder to each page."""
+        """Adds a holder to each page but `scratch`."""
         for page in pages:
-            self._holders[page] += 1
+            if page != self.scratch:
+                self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes a holder from each page; one without is free."""
+        """Takes a holder from each page but `scratch`; one without is free."""
         for page in pages:
+            if page == self.scratch:
+                continue
             self._holders[page] -= 1
             if self._holders[page] == 0:
                 self._free.release([page])

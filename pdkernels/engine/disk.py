@@ -29,7 +29,7 @@ from torch import Tensor
 from pdkernels._host import cpu_isa
 from pdkernels._threads import Worker
 from pdkernels._validation import sentence
-from pdkernels.cache import PagePool
+from pdkernels.cache import PagePool, WindowedPool
 from pdkernels.cache.hybrid import SavedStates
 from pdkernels.config import __version__
 
@@ -55,6 +55,11 @@ class Piece(NamedTuple):
     def of_states(self) -> str:
         """The name of the file with the recurrent states after it."""
         return hashlib.sha256(f"{self.name} states".encode()).hexdigest()
+
+    @property
+    def of_windows(self) -> str:
+        """The name of the file with its rows of the layers with windows."""
+        return hashlib.sha256(f"{self.name} windows".encode()).hexdigest()
 
 
 class Written(NamedTuple):
@@ -86,8 +91,11 @@ class PrefixFolder:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=self.folder).close()
         self._size, self._identity = pool.page_size, identity_of(model, pool)
-        self._shape, self._dtype = (len(pool.k), *pool.k.shape[3:]), pool.k.dtype
-        self._most = pool.num_pages * pool.k[:, 0].nbytes * 2
+        groups = pool.groups if isinstance(pool, WindowedPool) else {}
+        self._windows = {name: len(group.k) for window, group in groups.items() for name in names_of(window)}
+        """The layers of each tensor in a file of layers with windows."""
+        self._pages, self._row, self._dtype = dict.fromkeys("kv", len(pool.k)), tuple(pool.k.shape[3:]), pool.k.dtype
+        self._most = pool.nbytes
         """Bytes of files that have been read and wait for their request: more than it can have are of no use."""
         self._read: OrderedDict[str, Rows] = OrderedDict()
         self._held, self._told = 0, False
@@ -112,20 +120,23 @@ class PrefixFolder:
         pages = [piece for piece in self.pieces(root, text) if piece.end - piece.start == self._size]
         pieces = [piece for piece in pages if piece.end <= start]
         for piece in pages[len(pieces) :]:
-            if not self._fetch(piece.name, text[piece.start : piece.end]):
+            if not self._fetch(piece.name, text[piece.start : piece.end], self._pages):
                 break
             pieces.append(piece)
         at, before = (pieces[-1].end, pieces[-1].name) if pieces else (0, self._first(root))
         for end in range(min(at + self._size - 1, len(text)), at, -1):
             piece = Piece(self._name(before, text[at:end]), at, end)
-            if self._fetch(piece.name, text[at:end]):
+            if self._fetch(piece.name, text[at:end], self._pages):
                 pieces.append(piece)
                 break
         now, new = time.time(), [piece for piece in pieces if piece.end > start]
         for depth, piece in enumerate(pieces):  # the end of a text is older than its beginning, and goes first
             self._use(piece.name, now - depth * 1e-3)
+        for piece in new if self._windows else ():
+            if self._fetch(piece.of_windows, text[piece.start : piece.end], self._windows):
+                self._use(piece.of_windows, now)
         for piece in reversed(new) if states else ():
-            if self._fetch(piece.of_states, text[piece.start : piece.end], is_page=False):
+            if self._fetch(piece.of_states, text[piece.start : piece.end], None):
                 self._use(piece.of_states, now)
                 break
         return new
@@ -168,12 +179,12 @@ class PrefixFolder:
         except OSError:  # another process has deleted it
             pass
 
-    def _fetch(self, name: str, tokens: Sequence[int], is_page: bool = True) -> bool:
-        """Whether a file is there; reads it."""
+    def _fetch(self, name: str, tokens: Sequence[int], layers: dict[str, int] | None) -> bool:
+        """Whether a file is there; reads it. `layers`: of its tensors of K and V; None: it has recurrent states."""
         with self._ready:
             if name in self._read:
                 return True
-        rows = self._load(name, list(tokens), is_page)
+        rows = self._load(name, list(tokens), layers)
         if rows is None:
             return False
         with self._ready:
@@ -183,14 +194,13 @@ class PrefixFolder:
                 self._held -= _nbytes(self._read.popitem(last=False)[1])
             return name in self._read
 
-    def _fits(self, rows: Rows, count: int) -> bool:
-        layers, *row = self._shape
-        expected = (layers, count, *row), self._dtype
-        return rows.keys() == {"k", "v", "tokens"} and all(
-            (tuple(rows[side].shape), rows[side].dtype) == expected for side in "kv"
+    def _fits(self, rows: Rows, count: int, layers: dict[str, int]) -> bool:
+        return rows.keys() == {*layers, "tokens"} and all(
+            (tuple(rows[side].shape), rows[side].dtype) == ((number, count, *self._row), self._dtype)
+            for side, number in layers.items()
         )
 
-    def _load(self, name: str, tokens: list[int], is_page: bool) -> Rows | None:
+    def _load(self, name: str, tokens: list[int], layers: dict[str, int] | None) -> Rows | None:
         if name in self._bad:
             return None
         try:
@@ -202,7 +212,7 @@ class PrefixFolder:
             metadata = json.loads(data[8 : 8 + size])["__metadata__"]
             rows = load(data)
             right = rows["tokens"].tolist() == tokens and metadata == _facts(name, rows)
-            if not right or (is_page and not self._fits(rows, len(tokens))):
+            if not right or (layers is not None and not self._fits(rows, len(tokens), layers)):
                 raise ValueError("it does not hold what its name says")
             return rows
         except Exception as error:  # whatever is in it
@@ -293,7 +303,8 @@ def identity_of(model: Any, pool: PagePool) -> str:
     """A hash of all that K and V depend on but tokens: the weights, the config, and what computes them."""
     device = pool.k.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {cpu_isa()}"
-    kind = type(model).__name__, repr(model.config), str(pool.k.dtype), pool.page_size
+    groups = [*pool.groups] if isinstance(pool, WindowedPool) else []
+    kind = type(model).__name__, repr(model.config), str(pool.k.dtype), pool.page_size, *groups
     digest = hashlib.sha256(repr((_VERSION, __version__, torch.__version__, where, kind)).encode())
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
         digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
@@ -312,6 +323,15 @@ def _facts(name: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for key in sorted(tensors):
         checksum = zlib.crc32(_bytes(tensors[key]), checksum)
     return {"format": "pdkernels prefix", "version": _VERSION, "name": name, "crc32": f"{checksum:08x}"}
+
+
+def names_of(window: int) -> tuple[str, str]:
+    """Of K and V of the layers with a window in a file.
+
+    >>> names_of(512)
+    ('k 512', 'v 512')
+    """
+    return f"k {window}", f"v {window}"
 
 
 def rows_of_states(saved: SavedStates) -> Rows:

@@ -137,7 +137,9 @@ class Engine:
         by_default, wish = cache_tokens is None, self.max_running * longest + prefix_tokens
         page_tokens = wish if by_default else integer(op, "cache_tokens", cache_tokens, 1)
         folder_bytes = integer(op, "prefix_dir_bytes", prefix_dir_bytes, 1)
-        self._memory = Memory(model, prefix_tokens, page_tokens, longest, by_default, prefix_dir, folder_bytes)
+        self._memory = Memory(
+            model, prefix_tokens, page_tokens, longest, self.max_running, by_default, prefix_dir, folder_bytes
+        )
         self._numbers = itertools.count()
         self._method_batches: dict[Hashable, MethodBatch] = {}
         self._metrics = EngineMetrics()

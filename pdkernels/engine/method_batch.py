@@ -190,6 +190,9 @@ class MethodBatch:
                 method_batch.give_up(youngest, memory, metrics)
             if shortage > 0 and self.running.get(row) is request:
                 batch.grow(row, room)
+        if pages.groups:
+            for row in self.running:
+                batch.slide(row, lengths[row])
 
     def _begin(self, request: Request, memory: Memory, metrics: EngineMetrics) -> bool:
         """Finds what is known of a request's text, and pages for the rest of it; whether there are enough."""
@@ -206,6 +209,7 @@ class MethodBatch:
                 if staging.in_pieces or request.preempted
                 else CachedPrefix([], None, 0, None, 0)
             )
+            in_windows, window_need = prefix.windows, staging.need(request.session)
             held_pages = [*prefix.pages, *([] if prefix.partial is None else [prefix.partial])]
             room = staging.room(request.session, len(text))
             need = -(-room // pages.pool.page_size)
@@ -213,16 +217,22 @@ class MethodBatch:
                 raise MemoryError(
                     sentence("Engine", f"a request needs {need} pages of {pages.pool.num_pages}", "Raise cache_tokens.")
                 )
+            for window, count in window_need.items():
+                if count > (of_all := pages.groups[window].num_pages):
+                    fault = f"a request needs {count} pages of {of_all} in the layers with window {window}"
+                    raise MemoryError(sentence("Engine", fault, "Raise cache_tokens."))
             pages.pool.hold(held_pages)
-            enough = pages.reclaim(need - len(prefix.pages))
+            pages.hold_windows(in_windows)
+            enough = pages.reclaim(need - len(prefix.pages)) and pages.keeps(window_need)
             if enough:
-                beginning = text[: prefix.length]
-                staging.begin(prefix.pages, prefix.partial, beginning, len(prompt), room, prefix.states)
+                beginning, more = text[: prefix.length], (prefix.states, in_windows, window_need)
+                staging.begin(prefix.pages, prefix.partial, beginning, len(prompt), room, *more)
                 self._stops = self._worth_keeping(memory, request, prefix)
                 pages.blocked = None
             elif pages.blocked is None or request.handle.number < pages.blocked:
                 pages.blocked = request.handle.number
             pages.pool.release(held_pages)
+            pages.release_windows(in_windows)
             if not enough:
                 return False
             length = prefix.length
@@ -240,11 +250,11 @@ class MethodBatch:
         return True
 
     def _worth_keeping(self, memory: Memory, request: Request, prefix: CachedPrefix) -> list[int]:
-        """The lengths of a text after which recurrent states are kept: where earlier texts have left it, at multiples,
+        """The lengths of a text after which recurrent states, or windows, are kept: where earlier texts have left it, at multiples,
         and after its last end token, since chat templates may write the beginning of an answer in another way when the
         answer is there."""
         pages, text = memory.pages, request.text
-        if not pages.state_rows:
+        if pages.goes_back:
             return []
         ends = [at + 1 for at, token in enumerate(text) if token in request.session.end_tokens]
         first = prefix.length + SHORTEST
@@ -258,7 +268,8 @@ class MethodBatch:
         cache = staging.steps.cache if row is None else self.batch.steps.cache
         if staging.pool is not None:
             states = cache.save_states(row or 0) if memory.pages.state_rows else None
-            memory.pages.keep(root, text, cache.pages(row or 0), states)
+            windows = cache.window_pages(row or 0) if memory.pages.groups else None
+            memory.pages.keep(root, text, cache.pages(row or 0), states, windows)
         elif staging.in_pieces:
             memory.prefixes.keep((request.session.model, *root), text, staging.steps.cache)
 
@@ -297,8 +308,9 @@ class MethodBatch:
         # The last token of a prompt runs as the request joins; a text that has been there before has no such token.
         prompt = request.text if request.preempted is None else [*request.text, 0]
         remaining = len(prompt) - staging.cached
-        # Rows after the first piece stay beside recurrent states until the next one.
-        budget = min(budget, getattr(staging.steps.cache, "pending", budget))
+        # Rows after the first piece stay beside recurrent states until the next one; layers with windows have room for
+        # so many.
+        budget = min(budget, staging.piece or budget)
         budget = min([budget, *(stop - staging.cached for stop in self._stops if stop > staging.cached)])
         try:
             pieces = staging.in_pieces or request.preempted is not None

@@ -41,6 +41,12 @@ class EngineMetrics:
     """Those of requests and of earlier texts."""
     shared_pages: int = 0
     """Those of several of them."""
+    window_pages: int = 0
+    """Pages of layers with windows that share them apart, all groups together; 0: `pages` are of all layers."""
+    used_window_pages: int = 0
+    """Those of requests and of earlier texts."""
+    cache_bytes: int = 0
+    """Of all pages."""
     kept_tokens: int = 0
     """Tokens of earlier texts whose K and V are kept."""
     kept_states: int = 0

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pdkernels._validation import refuse
+from pdkernels.cache.windowed_pool import PIECE, most_pages
 from pdkernels.engine.disk import Piece, PrefixFolder, Rows, Written, rows_of_states, states_of_rows
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.prefixes import Prefixes
@@ -22,6 +23,8 @@ from pdkernels.models.protocols import lacking
 
 PAGE = 64
 """Tokens of a page: with smaller ones attention on a CPU is slower."""
+_DRAFT = 64
+"""Rows of the longest draft that pages of layers with windows are counted for; a method with a longer one needs more."""
 
 
 class Memory:
@@ -33,6 +36,7 @@ class Memory:
         kept: tokens of earlier prompts.
         tokens: of all pages.
         longest: tokens of the longest request; there is room for one in any case.
+        running: requests of a batch at a time.
         by_default: whether `tokens` is only a wish, of which half of the memory that is free may be taken.
         folder: where pages of earlier texts are kept too; None: nowhere.
         folder_bytes: of its files.
@@ -44,6 +48,7 @@ class Memory:
         prefix_tokens: int,
         tokens: int,
         longest: int,
+        running: int,
         by_default: bool,
         folder: str | os.PathLike[str] | None = None,
         folder_bytes: int = 0,
@@ -59,16 +64,16 @@ class Memory:
             return
         least = -(-longest // PAGE) + 1
         pages = max(least, -(-tokens // PAGE))
-        small_pool = model.new_pool(1, PAGE)
-        row_bytes = (small_pool.k[:, 0].nbytes + small_pool.v[:, 0].nbytes) // PAGE
-        if by_default:
-            pages = max(least, min(pages, _free_bytes(model.device) // 2 // (row_bytes * PAGE)))
+        one_page = model.new_pool(1, PAGE)
+        page_bytes = one_page.k[:, 0].nbytes + one_page.v[:, 0].nbytes
+        room = _free_bytes(model.device) // 2 if by_default else sys.maxsize
+        pages, windows = _sizes(model, page_bytes, pages, least, running, prefix_tokens > 0, room)
         self.shared_pages = PrefixTree(
-            model.new_pool(pages, PAGE),
+            model.new_pool(pages, PAGE, window_pages=windows) if windows else model.new_pool(pages, PAGE),
             prefix_tokens,
             # A layer has 12 h^2 weights, and attention 2 h products for each row before.
             even=6 * model.config.hidden_size,
-            state_rows=-(-_state_bytes(model) // row_bytes),
+            state_rows=-(-_state_bytes(model) // (page_bytes // PAGE)),
         )
         if folder is not None:
             self.folder = PrefixFolder(folder, folder_bytes, model, self.shared_pages.pool)
@@ -94,27 +99,33 @@ class Memory:
             return 0
         root, text = self.root(session), session.prompts[0][:-1]
         end = sum(len(page.tokens) for page in self.pages.whole(root, text))
-        loaded, states = list[Rows](), None
+        loaded, windows, states = list[Rows](), list[Rows | None](), None
         for piece in pieces:
-            rows, of_states = self.folder.take(piece.name), self.folder.take(piece.of_states)
+            names = piece.name, piece.of_states, piece.of_windows
+            rows, of_states, of_windows = (self.folder.take(name) for name in names)
             if piece.start == end and rows is not None:
                 loaded.append(rows)
+                windows.append(of_windows)
                 end = piece.end
             if of_states is not None:
                 states = piece.end, states_of_rows(of_states)
-        return self.pages.restore(root, text, loaded, states) if loaded else 0
+        return self.pages.restore(root, text, loaded, states, windows) if loaded else 0
 
     def write(self, session: Session, text: list[int]) -> None:
         """Has a text that is kept written to the folder, some time later."""
         if self.folder is None:
             return
-        root, tree, job = self.root(session), self.pages, list[Written]()
+        root, tree, job, in_windows = self.root(session), self.pages, list[Written](), list[Written]()
         for piece, page in zip(self.folder.pieces(root, text), tree.path(root, text)):
             tokens = text[piece.start : piece.end]
             job.append(Written(piece.name, tokens, partial(tree.copy, page, len(tokens))))
             if piece.end in page.states:
                 job.append(Written(piece.of_states, tokens, rows_of_states(page.states[piece.end].saved)))
+            if page.windows:
+                in_windows.append(Written(piece.of_windows, tokens, partial(tree.copy_windows, page, len(tokens))))
         self.folder.write(job)
+        if in_windows:
+            self.folder.write(in_windows[::-1])
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -160,7 +171,34 @@ class Memory:
             pool, metrics.kept_tokens = self.shared_pages.pool, self.shared_pages.tokens
             metrics.forgotten_tokens, metrics.kept_states = self.shared_pages.forgotten, self.shared_pages.states
             metrics.pages, metrics.shared_pages = pool.num_pages, pool.shared
-            metrics.used_pages = pool.num_pages - pool.available
+            metrics.used_pages, metrics.cache_bytes = pool.num_pages - pool.available, pool.nbytes
+            groups = self.shared_pages.groups.values()
+            metrics.window_pages = sum(group.num_pages for group in groups)
+            metrics.used_window_pages = metrics.window_pages - sum(group.available for group in groups)
+
+
+def _sizes(
+    model: Any, page_bytes: int, pages: int, least: int, running: int, keeps: bool, room: int
+) -> tuple[int, dict[int, int]]:
+    """How many pages there are, at least `least` and at most `pages`, so that they take `room` bytes; and how many the
+    layers with each window have, where these are fewer.
+
+    A request holds a bounded number of those at a time: there are enough for `running` requests and the next one, and
+    as many again for earlier texts, if the engine `keeps` some.
+    """
+    share, windows = dict[int, float](), dict[int, int]()
+    if not lacking(model, "new_pool", ("window_pages",)):
+        sizes = [window.size for window in model.config.windows if window is not None]
+        share = {size: sizes.count(size) / model.config.layers for size in sizes}
+    for texts in ((running + 1) * (1 + keeps), running + 1, 2):
+        most = {size: most_pages(size, PIECE + _DRAFT, PAGE) * texts for size in share}
+        windows = {size: count for size, count in most.items() if count < pages}
+        in_windows = sum(count * share[size] for size, count in windows.items()) * page_bytes
+        others = page_bytes * (1 - sum(share[size] for size in windows))
+        fitting = int((room - in_windows) // others) if others > 1e-6 * page_bytes else pages
+        if windows and in_windows <= room and fitting >= max(least, *windows.values()):
+            return max(least, min(pages, fitting)), windows
+    return max(least, min(pages, room // page_bytes)), {}
 
 
 def _state_bytes(model: Any) -> int:

@@ -7,14 +7,16 @@ is forgotten first is that of GreedyDual-Size (Cao and Irani, "Cost-Aware WWW Pr
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-from pdkernels.cache import PagePool
+from pdkernels.cache import PagePool, WindowedPool
 from pdkernels.cache.hybrid import SavedStates
+from pdkernels.cache.windowed_pool import first_page
+from pdkernels.engine.disk import names_of
 
 SHORTEST = 16
 """Tokens that are cheaper to run than to look up."""
@@ -39,6 +41,8 @@ class Page:
     after: dict[tuple[int, ...], Page] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
     """Recurrent states after as many tokens of the text, which end in this page."""
+    windows: dict[int, int] = field(default_factory=dict)
+    """The page with the same tokens in the layers with each window, where there is one."""
 
 
 @dataclass(eq=False)
@@ -63,8 +67,10 @@ class CachedPrefix(NamedTuple):
     states: SavedStates | None
     """Those to go on with after `length` tokens; None: the model has none."""
     branch: int
-    """Where the text leaves an earlier one that has no states there, which are worth keeping when the text gets there;
-    0: nowhere."""
+    """Where the text leaves an earlier one that has no states or windows there, which are worth keeping when the text
+    gets there; 0: nowhere."""
+    windows: Mapping[int, Sequence[int]] = {}
+    """In the layers with each window, the pages of all tokens, `scratch` where no row to come sees them."""
 
 
 class PrefixTree:
@@ -77,6 +83,9 @@ class PrefixTree:
     before it, plus the worth of what was forgotten last when it was used last. The least is forgotten first, so age and
     cost count. Recurrent states have one too, by the rows that must run again without them, and count as the rows whose
     memory they take.
+
+    Layers with windows keep the last rows before places of a text (`keep`): there, or between them where they overlap,
+    other texts may leave it. Their pages are given back first when running requests need them.
 
     Args:
         pool: of the pages.
@@ -98,12 +107,23 @@ class PrefixTree:
         self._pages: dict[Page, None] = {}  # the least recently used first
         self._lock = threading.Lock()
         self._reading: Page | None = None  # by `copy`, which another thread calls
+        self.groups: dict[int, PagePool] = {}
+        """The pages of the layers with each window."""
+        if isinstance(pool, WindowedPool):
+            self.groups, pool.forget = pool.groups, self.forget_windows
 
     @property
     def every(self) -> int:
-        """Tokens of a text after each of which its states are kept: they take no more memory than its rows."""
+        """Tokens of a text after each of which its states are kept: they take no more memory than its rows; or its
+        windows, which take a quarter of the memory of its rows in these layers."""
         size = self.pool.page_size
-        return max(8 * size, -(-self.state_rows // size) * size)
+        rows = max(self.state_rows, *(4 * window for window in self.groups), 0)
+        return max(8 * size, -(-rows // size) * size)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether any beginning of a text is enough to go on from."""
+        return not (self.state_rows or self.groups)
 
     @property
     def _size(self) -> int:
@@ -119,6 +139,9 @@ class PrefixTree:
             branch = common if common >= length + SHORTEST else 0
             if state is not None:
                 state.worth, states = self._age + state.cost, state.saved
+        if self.groups:
+            common, length = length, self._with_windows([*path, *([] if partial is None else [partial])], length)
+            branch = common if common >= length + SHORTEST else 0
         if length < SHORTEST:
             return CachedPrefix([], None, 0, None, branch)
         size = self.pool.page_size
@@ -129,13 +152,42 @@ class PrefixTree:
             self._touch(page)
         whole_pages = used[: length // size]
         last = used[len(whole_pages)].number if length % size else None
-        return CachedPrefix([page.number for page in whole_pages], last, length, states, branch)
+        windows = {
+            window: [pool.scratch] * (first := first_page(length, window, size))
+            + [page.windows[window] for page in used[first:]]
+            for window, pool in self.groups.items()
+        }
+        return CachedPrefix([page.number for page in whole_pages], last, length, states, branch, windows)
 
-    def keep(self, root: Root, text: Sequence[int], pages: Sequence[int], states: SavedStates | None = None) -> None:
+    def _with_windows(self, pages: Sequence[Page], length: int) -> int:
+        """The longest beginning of the first `length` tokens of these pages after which all windows are there."""
+        size, at = self.pool.page_size, length
+        while at >= SHORTEST:
+            last = -(-at // size)
+            missing = [
+                number
+                for window in self.groups
+                for number in range(first_page(at, window, size), last)
+                if window not in pages[number].windows
+            ]
+            if not missing:
+                return at
+            at = max(missing) * size
+        return 0
+
+    def keep(
+        self,
+        root: Root,
+        text: Sequence[int],
+        pages: Sequence[int],
+        states: SavedStates | None = None,
+        windows: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         """Remembers the pages of a text, the last one as far as it is written: those who hold it may write behind
         that.
 
-        `states`: of the whole of the text, or of a beginning to which they go back.
+        `states`: of the whole of the text, or of a beginning to which they go back. `windows`: its pages in the layers
+        with each window, `scratch` where there is none.
         """
         size, page, text = self.pool.page_size, self._roots.setdefault(root, Page(-1, None, (), 0)), text[: self.limit]
         if len(text) < SHORTEST:
@@ -143,6 +195,9 @@ class PrefixTree:
         for start in range(0, len(text), size):
             tokens = tuple(text[start : start + size])
             page = self._with(page, tokens, pages[start // size])
+            if len(page.tokens) == len(tokens):
+                for window, numbers in (windows or {}).items():
+                    self._hold(page, window, numbers[start // size])
         if states is not None and states.earliest <= len(text):
             self._keep_states(page, len(text), states)
         while self._size > self.limit and self._forget_least():
@@ -153,6 +208,45 @@ class PrefixTree:
         while self.pool.available < count:
             if not self._forget_least(free=True):
                 return False
+        return True
+
+    def _hold(self, page: Page, window: int, number: int) -> None:
+        pool = self.groups[window]
+        if number != pool.scratch and window not in page.windows:
+            pool.hold([number])
+            page.windows[window] = number
+
+    def hold_windows(self, windows: Mapping[int, Sequence[int]]) -> None:
+        """Keeps pages of the layers with windows until `release_windows`."""
+        for window, numbers in windows.items():
+            self.groups[window].hold(numbers)
+
+    def release_windows(self, windows: Mapping[int, Sequence[int]]) -> None:
+        """The other way."""
+        for window, numbers in windows.items():
+            self.groups[window].release(numbers)
+
+    def keeps(self, need: Mapping[int, int]) -> bool:
+        """Whether a further request may hold so many pages of the layers with each window."""
+        return not isinstance(self.pool, WindowedPool) or self.pool.keeps(need)
+
+    def forget_windows(self, window: int, count: int) -> bool:
+        """Whether `count` pages of the layers with a window are free, after giving back as many of earlier texts as it
+        takes."""
+        pool = self.groups[window]
+        while pool.available < count:
+            free = (
+                page
+                for page in self._pages
+                if page is not self._reading and window in page.windows and pool.holders(page.windows[window]) == 1
+            )
+            page = min(free, key=lambda page: page.worth, default=None)
+            if page is None:
+                return False
+            with self._lock:
+                if page is not self._reading:
+                    pool.release([page.windows.pop(window)])
+                    self._age = max(self._age, page.worth)
         return True
 
     def whole(self, root: Root, text: Sequence[int]) -> list[Page]:
@@ -175,8 +269,21 @@ class PrefixTree:
                 return None
             self._reading = page
         try:
-            sides = {"k": self.pool.k, "v": self.pool.v}
-            return {name: side[:, page.number, :count].to("cpu", copy=True) for name, side in sides.items()}
+            return _copied(self.pool, page.number, count, "k", "v")
+        finally:
+            self._reading = None
+
+    def copy_windows(self, page: Page, count: int) -> dict[str, Tensor] | None:
+        """The same of the layers with windows; None: not all are there."""
+        with self._lock:
+            if page.number < 0 or len(page.windows) < len(self.groups):
+                return None
+            self._reading = page
+        try:
+            rows: dict[str, Tensor] = {}
+            for window, pool in self.groups.items():
+                rows |= _copied(pool, page.windows[window], count, *names_of(window))
+            return rows
         finally:
             self._reading = None
 
@@ -186,23 +293,32 @@ class PrefixTree:
         text: Sequence[int],
         rows: Sequence[dict[str, Tensor]],
         states: tuple[int, SavedStates] | None = None,
+        windows: Sequence[dict[str, Tensor] | None] = (),
     ) -> int:
         """Takes K and V of the pages of a text after its `whole` ones, as far as there is memory for them; the last may
         be a part of a page. Returns their tokens.
 
-        `states`: after as many tokens of the text.
+        `states`: after as many tokens of the text. `windows`: of each of `rows`, those of the layers with windows.
         """
         size, first_pages, new = self.pool.page_size, [page.number for page in self.whole(root, text)], list[int]()
         self.pool.hold(first_pages)
         end = first = len(first_pages) * size
-        for tensors in rows:
+        in_windows = {window: [pool.scratch] * len(first_pages) for window, pool in self.groups.items()}
+        for number, tensors in enumerate(rows):
             if not self.reclaim(1):
                 break
             new += self.pool.allocate(1)
             end += tensors["k"].shape[1]
-            for side, name in ((self.pool.k, "k"), (self.pool.v, "v")):
-                side[:, new[-1], : tensors["k"].shape[1]] = tensors[name].to(side.device)
-        self.keep(root, text[:end], pages := [*first_pages, *new])
+            _write(self.pool, new[-1], tensors, "k", "v")
+            of_windows = windows[number] if number < len(windows) else None
+            for window, pool in self.groups.items():
+                found = of_windows is not None and self.forget_windows(window, 1)
+                in_windows[window] += pool.allocate(1) if found else [pool.scratch]
+                if of_windows is not None and found:
+                    _write(pool, in_windows[window][-1], of_windows, *names_of(window))
+        self.keep(root, text[:end], pages := [*first_pages, *new], windows=in_windows)
+        for window, pool in self.groups.items():
+            pool.release(in_windows[window])
         if states is not None and states[0] <= end:
             self.keep(root, text[: states[0]], pages, states[1])
         self.pool.release(pages)
@@ -304,11 +420,25 @@ class PrefixTree:
             if page is self._reading:
                 return False
             number, page.number = page.number, -1
+            for window, held in page.windows.items():
+                self.groups[window].release([held])
+            page.windows = {}
         del self._pages[page], page.before.after[page.tokens]
         self.states -= len(page.states)
         self.tokens -= len(page.tokens)
         self.pool.release([number])
         return True
+
+
+def _copied(pool: PagePool, page: int, count: int, *names: str) -> dict[str, Tensor]:
+    return {
+        name: side[:, page, :count].to("cpu", copy=True) for name, side in zip(names, (pool.k, pool.v), strict=True)
+    }
+
+
+def _write(pool: PagePool, page: int, rows: dict[str, Tensor], *names: str) -> None:
+    for side, name in zip((pool.k, pool.v), names, strict=True):
+        side[:, page, : rows[name].shape[1]] = rows[name].to(side.device)
 
 
 def _common(text: Sequence[int], other: Sequence[int]) -> int:

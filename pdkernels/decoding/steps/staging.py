@@ -3,7 +3,7 @@ pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,21 @@ class Staging:
         capacity: int = min(session.longest + session.max_new_tokens + steps.spare, steps.cache.capacity)
         return min(length + steps.slots, capacity) if steps.resumes else capacity
 
+    @property
+    def piece(self) -> int | None:
+        """Rows of a piece of a prompt, at most; None: any number."""
+        pieces = [getattr(self.steps.cache, name, None) for name in ("pending", "piece")]
+        return min((piece for piece in pieces if piece is not None), default=None)
+
+    def need(self, session: Session) -> dict[int, int]:
+        """Pages that a sequence on a `WindowedPool` may hold at a time in the layers with each window."""
+        steps, cache = self.steps, self.steps.cache
+        if not hasattr(cache, "need"):
+            return {}
+        tokens = min(session.longest + session.max_new_tokens + steps.spare, cache.capacity)
+        need: dict[int, int] = cache.need(tokens)
+        return need
+
     @inference()
     def begin(
         self,
@@ -122,6 +137,8 @@ class Staging:
         prompt: int,
         room: int,
         states: SavedStates | None = None,
+        windows: Mapping[int, Sequence[int]] | None = None,
+        need: Mapping[int, int] | None = None,
     ) -> None:
         """Takes over the first rows of the next text, from pages of the pool.
 
@@ -132,10 +149,19 @@ class Staging:
             prompt: tokens of the prompt, which `text` may go beyond.
             room: tokens to have pages for; the pool has enough of them.
             states: recurrent ones, after all these rows.
+            windows: of the layers with each window, the pages of all these rows, of the last one its first tokens.
+            need: pages that the sequence may hold there at a time.
         """
         pool, cache = self.pool, self.steps.cache
         assert pool is not None
-        cache.hold_row_(0, pages)
+        if hasattr(cache, "slide_"):
+            cache.hold_row_(0, pages, {window: numbers[: len(pages)] for window, numbers in (windows or {}).items()})
+            cache.promise_row_(0, need or {})
+            if partial is not None:
+                last = {window: numbers[len(pages)] for window, numbers in (windows or {}).items()}
+                cache.copy_slots_(0, last, len(text) - len(pages) * pool.page_size)
+        else:
+            cache.hold_row_(0, pages)
         cache.resize_row_(0, room)
         copied = len(text) - len(pages) * pool.page_size
         if partial is not None:
@@ -172,6 +198,8 @@ class Staging:
         if count < 1:
             return
         cache = self.steps.cache
+        if hasattr(cache, "slide_"):
+            cache.slide_(0, self.cached, self.cached + count)
         tokens = torch.tensor([prompt[self.cached : self.cached + count]], device=cache.device)
         cache.lengths.fill_(self.cached)
         self._model.inner(tokens, cache=cache, rows=torch.tensor([[count - 1]], device=cache.device))
@@ -183,6 +211,7 @@ class Staging:
     def start(self, session: Session, seed: torch.Tensor, sampler: Sampler | None = None) -> Rows:
         """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the
         options."""
+        self._make_room(session.longest)
         self._model.cached, self._model.shared, self.cached = self.cached, self.pool is not None, 0
         self.adapt(session)
         if self._sampler is not None:
@@ -195,3 +224,12 @@ class Staging:
         finally:
             self._model.cached = 0
         return self.steps.entry.rows()
+
+    def _make_room(self, length: int) -> None:
+        """Prepares layers with windows for the rest of a prompt of `length` tokens and the first step after it. A whole
+        prompt that is longer than a piece leaves its last rows alone there."""
+        cache = self.steps.cache
+        if not hasattr(cache, "slide_"):
+            return
+        first = max(0, length - cache.drafts) if self.cached == 0 and length > cache.piece else self.cached
+        cache.slide_(0, first, min(length + max(self.steps.slots, self.steps.spare), cache.capacity))

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from pdkernels._validation import KERNEL_DTYPES, check, check_type, integer, sentence
-from pdkernels.cache import ContiguousKVCache, PagedKVCache, PagePool, WindowedCache
+from pdkernels.cache import ContiguousKVCache, PagedKVCache, PagePool, PooledWindowedCache, WindowedCache, WindowedPool
 from pdkernels.cache.stored import row_width
 from pdkernels.cache.windowed import turns
 from pdkernels.models.architectures.windows import Window
 
 
-def new_pool(model: Any, num_pages: int, page_size: int, slots: int | None = None) -> PagePool:
+def new_pool(
+    model: Any, num_pages: int, page_size: int, slots: int | None = None, window_pages: Mapping[int, int] | None = None
+) -> PagePool:
     """Pages for caches of a model that share them, on its device and in the dtype of its caches; one slot per layer, or
-    `slots`."""
+    `slots`. Layers with a window that `window_pages` names have so many pages of their own (`WindowedPool`)."""
     config, dtype = model.config, getattr(model, "cache_dtype", None) or model.dtype
     layers = config.layers if slots is None else slots
-    return PagePool(layers, num_pages, page_size, config.kv_heads, config.head_dim, dtype=dtype, device=model.device)
+    sizes, where = (page_size, config.kv_heads, config.head_dim), {"dtype": dtype, "device": model.device}
+    if window_pages:
+        windows = [None if window is None else window.size for window in config.windows]
+        known = [window if window in window_pages else None for window in windows]
+        return WindowedPool(known, num_pages, window_pages, *sizes, **where)
+    return PagePool(layers, num_pages, *sizes, **where)
 
 
 def new_cache(
@@ -43,6 +50,8 @@ def new_cache(
     """
     op, config = f"{type(model).__name__}.new_cache", model.config
     layers = config.layers if slots is None else slots
+    if isinstance(pool, WindowedPool):
+        return PooledWindowedCache(pool, batch, capacity)
     if pool is not None:
         return PagedKVCache.on(pool, batch, capacity)
     check(kind in ("contiguous", "paged"), op, "kind", "be 'contiguous' or 'paged'", repr(kind))

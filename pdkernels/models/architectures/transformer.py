@@ -8,7 +8,7 @@ become part of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice, pairwise
@@ -174,9 +174,13 @@ class Transformer(nn.Module):
         """
         return new_cache(self, batch, capacity, kind, page_size, None, dtype, pool, self.config.windows, drafts)
 
-    def new_pool(self, num_pages: int, page_size: int) -> PagePool:
-        """Pages that several caches of this model share (`new_cache`)."""
-        return new_pool(self, num_pages, page_size)
+    def new_pool(self, num_pages: int, page_size: int, *, window_pages: Mapping[int, int] | None = None) -> PagePool:
+        """Pages that several caches of this model share (`new_cache`).
+
+        `window_pages`: how many the layers with a window of each size have for themselves; of a text these hold what
+        rows to come can see (`pdkernels.cache.WindowedPool`). Layers whose window it does not name keep all rows.
+        """
+        return new_pool(self, num_pages, page_size, window_pages=window_pages)
 
     def forward(
         self,
