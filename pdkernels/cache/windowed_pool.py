@@ -178,6 +178,11 @@ class PooledWindowedCache(WindowedCache):
         """The pool that other caches use too."""
         return self.pool
 
+    @property
+    def block_table(self) -> Tensor:
+        """That of the layers that see all; if there are none, of the first one."""
+        return self.full.block_table if self.full.layers else self.table(0)
+
     def reserve_drafts_(self, rows: int) -> None:
         """Says how many rows of a forward may be rejected: `need` counts them."""
         self.drafts = max(self.drafts, integer("cache.PooledWindowedCache.reserve_drafts_", "rows", rows, 0))

@@ -184,21 +184,23 @@ def _sizes(
     layers with each window have, where these are fewer.
 
     A request holds a bounded number of those at a time: there are enough for `running` requests and the next one, and
-    as many again for earlier texts, if the engine `keeps` some.
+    as many again for earlier texts, if the engine `keeps` some. For two requests, if the longest has no room otherwise.
     """
-    share, windows = dict[int, float](), dict[int, int]()
+    sizes, fitting = list[int](), room // page_bytes
     if not lacking(model, "new_pool", ("window_pages",)):
         sizes = [window.size for window in model.config.windows if window is not None]
-        share = {size: sizes.count(size) / model.config.layers for size in sizes}
-    for texts in ((running + 1) * (1 + keeps), running + 1, 2):
-        most = {size: most_pages(size, PIECE + _DRAFT, PAGE) * texts for size in share}
+    if not sizes:
+        return max(least, min(pages, fitting)), {}
+    layer_bytes = page_bytes // model.config.layers
+    for texts in ((running + 1) * (1 + keeps), running + 1, *([2] if fitting < least else [])):
+        most = {size: most_pages(size, PIECE + _DRAFT, PAGE) * texts for size in sizes}
         windows = {size: count for size, count in most.items() if count < pages}
-        in_windows = sum(count * share[size] for size, count in windows.items()) * page_bytes
-        others = page_bytes * (1 - sum(share[size] for size in windows))
-        fitting = int((room - in_windows) // others) if others > 1e-6 * page_bytes else pages
-        if windows and in_windows <= room and fitting >= max(least, *windows.values()):
-            return max(least, min(pages, fitting)), windows
-    return max(least, min(pages, room // page_bytes)), {}
+        left = room - sum(windows[size] * layer_bytes for size in sizes if size in windows)
+        others = model.config.layers - sum(size in windows for size in sizes)
+        by_windows = left // (others * layer_bytes) if others else pages
+        if windows and left >= 0 and by_windows >= max(least, *windows.values()):
+            return min(pages, by_windows), windows
+    return max(least, min(pages, fitting)), {}
 
 
 def _state_bytes(model: Any) -> int:

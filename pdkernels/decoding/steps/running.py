@@ -168,8 +168,9 @@ class RunningBatch:
     def slide(self, row: int, length: int) -> None:
         """Before a step: gives back pages of layers with windows that no row after the first `length` of a row's
         sequence sees, and takes those that the step writes to."""
-        cache, steps = self.steps.cache, self.steps
-        cache.slide_(row, length, min(length + max(steps.slots, steps.spare), cache.capacity))
+        session = self.sessions[row]
+        assert session is not None
+        self.staging.slide(self.steps.cache, row, session, length, length)
 
     @inference()
     def leave(self, row: int) -> Preempted:

@@ -109,9 +109,12 @@ class Staging:
     def room(self, session: Session, length: int) -> int:
         """Tokens that a sequence on a pool must have pages for, before a step after `length` tokens: all, if it cannot
         leave."""
-        steps = self.steps
-        capacity: int = min(session.longest + session.max_new_tokens + steps.spare, steps.cache.capacity)
+        steps, capacity = self.steps, self._capacity(session)
         return min(length + steps.slots, capacity) if steps.resumes else capacity
+
+    def _capacity(self, session: Session) -> int:
+        steps = self.steps
+        return min(session.longest + session.max_new_tokens + steps.spare, int(steps.cache.capacity))
 
     @property
     def piece(self) -> int | None:
@@ -121,12 +124,15 @@ class Staging:
 
     def need(self, session: Session) -> dict[int, int]:
         """Pages that a sequence on a `WindowedPool` may hold at a time in the layers with each window."""
-        steps, cache = self.steps, self.steps.cache
-        if not hasattr(cache, "need"):
-            return {}
-        tokens = min(session.longest + session.max_new_tokens + steps.spare, cache.capacity)
-        need: dict[int, int] = cache.need(tokens)
+        cache = self.steps.cache
+        need: dict[int, int] = cache.need(self._capacity(session)) if hasattr(cache, "need") else {}
         return need
+
+    def slide(self, cache: Any, row: int, session: Session, length: int, first: int) -> None:
+        """Prepares layers with windows of a cache for the rows of a sequence from `first` on, and a step after `length`
+        tokens: pages in front of the windows are given back, and those that are written to taken."""
+        slots = max(self.steps.slots, self.steps.spare)
+        cache.slide_(row, first, min(length + slots, self._capacity(session)))
 
     @inference()
     def begin(
@@ -211,7 +217,11 @@ class Staging:
     def start(self, session: Session, seed: torch.Tensor, sampler: Sampler | None = None) -> Rows:
         """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the
         options."""
-        self._make_room(session.longest)
+        if hasattr(cache := self.steps.cache, "slide_"):
+            # A whole prompt that is longer than a piece leaves its last rows alone there.
+            at_once = self.cached == 0 and session.longest > cache.piece
+            first = max(0, session.longest - cache.drafts) if at_once else self.cached
+            self.slide(cache, 0, session, session.longest, first)
         self._model.cached, self._model.shared, self.cached = self.cached, self.pool is not None, 0
         self.adapt(session)
         if self._sampler is not None:
@@ -224,12 +234,3 @@ class Staging:
         finally:
             self._model.cached = 0
         return self.steps.entry.rows()
-
-    def _make_room(self, length: int) -> None:
-        """Prepares layers with windows for the rest of a prompt of `length` tokens and the first step after it. A whole
-        prompt that is longer than a piece leaves its last rows alone there."""
-        cache = self.steps.cache
-        if not hasattr(cache, "slide_"):
-            return
-        first = max(0, length - cache.drafts) if self.cached == 0 and length > cache.piece else self.cached
-        cache.slide_(0, first, min(length + max(self.steps.slots, self.steps.spare), cache.capacity))
