@@ -38,7 +38,10 @@ def serve(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
     cache_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens whose K and V are in memory, of running requests and recent prompts."),
+        typer.Option(
+            min=1,
+            help="Tokens whose K and V are in memory, of running requests and recent prompts; layers with windows take less.",
+        ),
     ] = None,
     prefix_dir: Annotated[
         Path | None,

@@ -74,10 +74,11 @@ class Engine:
         prompt_tokens_per_step: tokens of prompts that may run between two steps. A longer prompt runs in pieces, so
             that it does not stall the others.
         kept_prompt_tokens: tokens of earlier prompts and answers whose K and V are kept, for prompts that begin with the
-            same ones; 0 keeps none. Recurrent states that are kept count as the tokens whose memory they take.
+            same ones; 0 keeps none. Recurrent states that are kept count as the tokens whose memory they take; of layers
+            with windows the rows before some places are kept, as long as running requests leave room.
         cache_tokens: tokens that all pages hold together, of running requests and of earlier texts; there are enough
             for the longest request in any case. None: enough for `max_running` of them and `kept_prompt_tokens`, but at
-            most half of the memory that is free.
+            most half of the memory that is free. Layers with windows hold fewer, those that tokens to come can see.
         prefix_dir: a folder where K and V of earlier texts are kept as well, for an engine with the same weights that
             is made later; several engines may have the same one. It holds the texts: who reads it knows them, and who
             writes to it decides what is answered. None: nowhere.

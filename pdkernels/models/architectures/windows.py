@@ -1,8 +1,7 @@
 """Windows of layers: which part of the text before it a row sees.
 
-A layer with a window keeps the rows of the whole text in the cache, and attention does not visit those that are hidden.
-So commits, trims and shared prefixes are those of a layer that sees everything, and a row has the same bits however the
-text was split.
+Attention does not visit rows that are hidden, whether a cache keeps them or not (`cache.WindowedCache`,
+`cache.WindowedPool`), and a row has the same bits however the text was split.
 """
 
 from __future__ import annotations
