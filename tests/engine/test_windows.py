@@ -24,7 +24,7 @@ from tests.decoding.test_windows import model_with
 from tests.support.drafters import with_drafters
 
 PAGE, PIECE, NEW, LONGEST = 8, 32, 24, 900
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "autoregressive": ("autoregressive", {}),
     "lookup": ("jacobi", {"draft": "lookup"}),
     "jacobi": ("jacobi", {"block_size": 12}),
@@ -49,7 +49,7 @@ def engine(model: Any, **sizes: Any) -> Engine:
     return Engine(model, **{"max_running": 2, "max_prompt_tokens": LONGEST, "max_new_tokens": NEW, **sizes})
 
 
-def asked(one: Engine, model: Any, text: list[int], method: str = "autoregressive", **more: Any) -> Generation:
+def asked(one: Engine, model: Any, text: list[int], method: Any = "autoregressive", **more: Any) -> Generation:
     """A request, which gets the tokens of `generate` alone."""
     options = {"max_new_tokens": NEW, "end_tokens": (), **more}
     handle = one.submit(text, method, **options)
@@ -191,7 +191,7 @@ def test_a_request_that_gives_up_its_pages_goes_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pdkernels.engine.pages._sizes", lambda *_: (86, {16: 200}))
     with engine(model, kept_prompt_tokens=0, max_prompt_tokens=340, max_new_tokens=200) as one:
         texts = [drawn(seed, 320) for seed in range(2)]
-        more = {"max_new_tokens": 200, "end_tokens": ()}
+        more: dict[str, Any] = {"max_new_tokens": 200, "end_tokens": ()}
         handles = [one.submit(text, **more) for text in texts]
         for text, handle in zip(texts, handles):
             assert handle.result(120).tokens.equal(generate(model, text, **more).tokens)
@@ -235,9 +235,9 @@ def test_the_longest_beginning_with_all_windows_is_found(
     best = max((end for end in range(SHORTEST, length + 1) if usable(end)), default=0)
     found = tree.find((), text)
     assert found.length == best
-    for window, pages in found.windows.items():
+    for window, numbers in found.windows.items():
         first = first_page(best, window, PAGE)
-        assert pages == [pool.groups[window].scratch] * first + [
+        assert numbers == [pool.groups[window].scratch] * first + [
             node.windows[window] for node in nodes[first : -(-best // PAGE)]
         ]
 
@@ -284,7 +284,14 @@ def test_adapters_share_no_windows(tmp_path: Path) -> None:
 def gemma(**more: Any) -> Transformer:
     """The shape of Gemma 3 270M, without weights."""
     windows = tuple(None if layer % 6 == 5 else Window(512) for layer in range(18))
-    sizes = {"layers": 18, "heads": 4, "kv_heads": 1, "head_dim": 256, "intermediate_size": 8, "vocab_size": 9}
+    sizes: dict[str, Any] = {
+        "layers": 18,
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 256,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
     with torch.device("meta"):
         return Transformer(TransformerConfig(hidden_size=16, windows=windows, max_positions=32768, **sizes, **more))
 
@@ -317,7 +324,8 @@ def test_a_text_goes_back_as_far_as_its_windows() -> None:
     pool = WindowedPool([8, None], 100, {8: 100}, PAGE, 1, 16)
     cache = PooledWindowedCache(pool, 2, 600)
     assert cache.earliest(0) == 0
-    cache.resize_row_(0, 400), cache.slide_(0, 0, 400)
+    cache.resize_row_(0, 400)
+    cache.slide_(0, 0, 400)
     cache.lengths[0] = 400
     cache.slide_(0, 400, 408)
     least = cache.earliest(0)
@@ -363,7 +371,7 @@ def test_what_is_refused() -> None:
 def test_a_hybrid_model_keeps_all_rows() -> None:
     """Its caches hold states beside one pool of all layers with attention."""
     sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 24, "vocab_size": 40}
-    mixers = ("conv", "attention")
-    config = HybridConfig(hidden_size=32, layers=2, mixers=mixers, windows=(None, Window(7)), **sizes)
+    sizes |= {"mixers": ("conv", "attention"), "windows": (None, Window(7))}
+    config = HybridConfig(hidden_size=32, layers=2, **sizes)
     with engine(Hybrid(config)) as one:
         assert not isinstance(one._memory.pages.pool, WindowedPool)
