@@ -7,6 +7,7 @@
 #include "host/page_allocator.h"
 #include "host_grammar.h"
 #include "host_planner.h"
+#include "host_pushdown.h"
 #include "host_quantized.h"
 #include "host_unchanged.h"
 
@@ -63,5 +64,6 @@ Example:
   pdkernels::bind_quantized(m);
   bind_planner(m);
   bind_grammar(m);
+  bind_pushdown(m);
   bind_unchanged(m);
 }

@@ -63,6 +63,26 @@ class TokenTree {
     }
   }
 
+  // As `walk`, from any value and below any node (kRoot: all tokens): `step(value, byte, node, to)` says whether a byte
+  // leads on, `found(id, length, value)` is called for every token with its length.
+  static constexpr size_t kRoot = ~size_t{0};
+  template <typename Value, typename Step, typename Found>
+  void descend(size_t below, const Value& start, const Step& step, const Found& found) const {
+    const size_t first = below == kRoot ? 0 : below + 1, last = below == kRoot ? nodes_.size() : nodes_[below].end;
+    const int32_t above = below == kRoot ? 0 : nodes_[below].depth + 1;
+    std::vector<Value> values(depth_ - above + 1, start);
+    for (size_t n = first; n < last;) {
+      const Node& node = nodes_[n];
+      const int32_t at = node.depth - above;
+      const bool leads = step(values[at], node.byte, n, values[at + 1]);
+      for (size_t token = node.first; leads && token < node.last; ++token) {
+        found(order_[token], node.depth + 1, values[at + 1]);
+      }
+      n = leads ? n + 1 : node.end;
+    }
+  }
+  int32_t length(size_t node) const { return nodes_[node].depth + 1; }
+
  private:
   // A node comes before those below it.
   struct Node {
