@@ -2,7 +2,7 @@
 
 A row of a draft has the state after the draft before it, so a rejected draft leaves nothing to undo. A row that guesses
 a masked position gets the tokens with which the masks around it can still be filled: the known tokens of its canvas
-lead one way, its masks every way (`TokenAutomaton.places`).
+lead one way, its masks every way (`grammar.canvases`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from pdkernels.decoding.method import Method
 from pdkernels.generation.filters import unpacked
 from pdkernels.generation.prefixes import Prefixes, Seen
 from pdkernels.generation.session import Session
+from pdkernels.grammar.canvases import MASK, Filled, completed, filled
 from pdkernels.grammar.context_free import PrefixAutomaton
 from pdkernels.grammar.grammar import ContextFreeGrammar, Grammar
 
 _OP = "decoding.generate"
 _FAR = 2**31 - 1
-MASK = -1
-"""A mask, in a canvas of the host."""
-
 Redraw = Callable[[int, int, Tensor], int]
 """From the number of a sequence, a position of its canvas and the words of the tokens allowed there to one of them."""
 
@@ -35,7 +33,7 @@ Redraw = Callable[[int, int, Tensor], int]
 class Text(NamedTuple):
     """The grammar of one sequence."""
 
-    automaton: _host.TokenAutomaton | PrefixAutomaton
+    automaton: _host.TokenAutomaton | _host.PushdownText | PrefixAutomaton
     fill: str
     start: int
     """The state where its new tokens begin."""
@@ -79,10 +77,10 @@ class GrammarRows:
                 token if there else MASK
                 for token, there in zip(seen.text[line][start:end], seen.filled[line][start:end], strict=True)
             ]
-            places = text.automaton.places(canvas, [text.start], 0)
+            found = filled(text.automaton, canvas, text.start, 0)
             for row, position in enumerate(seen.number[line]):
-                if places and position < len(canvas) and canvas[position] == MASK:
-                    text.automaton.allowed(places[position], places[position + 1], _buffer(bits[line, row]))
+                if found and position < len(canvas) and canvas[position] == MASK:
+                    found.allowed(position, _buffer(bits[line, row]))
 
     def _drafts(self, seen: Seen, bits: Tensor) -> None:
         texts, prompts, lengths, begun = seen.text, seen.prompts, seen.length, seen.new
@@ -94,7 +92,7 @@ class GrammarRows:
             committed = texts[line][prompts[line] : lengths[line]] if begun[line] else []
             state = self._state(sequence, text, committed)
             after: dict[tuple[int, ...], int] = {(): state}
-            canvases: dict[tuple[int, ...], list[list[int]]] = {}
+            canvases: dict[tuple[int, ...], tuple[int, Filled | None]] = {}
             for row, number in enumerate(seen.number[line]):
                 sees = (
                     ()
@@ -121,6 +119,10 @@ class GrammarRows:
         self._known[sequence] = committed, state
         return state
 
+    def committed(self, sequence: int) -> list[int]:
+        """The new tokens of a sequence that were in the cache when `words` was last asked."""
+        return self._known[sequence][0]
+
     def _follow(self, text: Text, state: int, tokens: Sequence[int]) -> int:
         return text.automaton.follow(state, list(tokens)) if state >= 0 else state
 
@@ -142,18 +144,18 @@ class GrammarRows:
         sees: tuple[int, ...],
         position: int,
         before: int,
-        places_of: dict[tuple[int, ...], list[list[int]]],
+        found_of: dict[tuple[int, ...], tuple[int, Filled | None]],
         bits: Tensor,
     ) -> None:
         """A row of a mask: what may stand at its `position` of the tokens that it sees, of which `before` come earlier
         in the text."""
-        if sees not in places_of:
+        if sees not in found_of:
             canvas = self.canvas(sees)[: max(0, text.limit - before)]
             budget = text.limit - before - len(canvas)
-            places_of[sees] = text.automaton.places(canvas, [state], budget) if state >= 0 else []
-        places = places_of[sees]
-        if 0 <= position < len(places) - 1:
-            text.automaton.allowed(places[position], places[position + 1], _buffer(bits))
+            found_of[sees] = len(canvas), filled(text.automaton, canvas, state, budget) if state >= 0 else None
+        length, found = found_of[sees]
+        if found and 0 <= position < length:
+            found.allowed(position, _buffer(bits))
 
     def canvas(self, tokens: Sequence[int]) -> list[int]:
         """Tokens with `MASK` in place of the mask token."""
@@ -186,21 +188,31 @@ class GrammarRows:
         room = max(0, text.limit - len(prefix))
         start, budget = self._follow(text, text.start, prefix), max(0, room - len(before))
         old, new = self.canvas(before)[:room], self.canvas(after)[:room]
-        filled = [at for at in range(len(new)) if old[at] == MASK != new[at]]
-        if start < 0 or not filled or text.automaton.places(new, [start], budget):
+        new_places = [at for at in range(len(new)) if old[at] == MASK != new[at]]
+        if start < 0 or not new_places or filled(text.automaton, new, start, budget, listed=False):
             return result
         bits = torch.zeros(self._width, dtype=torch.int32)
-        canvas = old
-        for at in sorted(filled, key=lambda place: (-confidence[place], place)):
-            places = text.automaton.places([*canvas[:at], new[at], *canvas[at + 1 :]], [start], budget)
-            if not places:
-                places = text.automaton.places(canvas, [start], budget)
-                if not places:
+        canvas, order = old, sorted(new_places, key=lambda place: (-confidence[place], place))
+
+        def with_first(places: Sequence[int]) -> list[int]:
+            return [new[at] if at in places else token for at, token in enumerate(canvas)]
+
+        while order:
+            # The most of them that fit together: fewer fit where more do.
+            fits, conflict = 0, len(order) + 1
+            while conflict - fits > 1:
+                middle = (fits + conflict) // 2
+                together = filled(text.automaton, with_first(order[:middle]), start, budget, listed=False)
+                fits, conflict = (middle, conflict) if together else (fits, middle)
+            canvas, order = with_first(order[:fits]), order[fits:]
+            if order:
+                at, *order = order
+                found = filled(text.automaton, canvas, start, budget)
+                if not found:
                     return result  # it was lost before this step
-                text.automaton.allowed(places[at], places[at + 1], _buffer(bits))
-                new[at] = redraw(sequence, at, bits)
-            canvas = [*canvas[:at], new[at], *canvas[at + 1 :]]
-            result[at] = new[at]
+                found.allowed(at, _buffer(bits))
+                result[at] = new[at] = redraw(sequence, at, bits)
+                canvas = [*canvas[:at], new[at], *canvas[at + 1 :]]
         return result
 
     def joint(self, sequence: int, prefix: Sequence[int], tokens: Sequence[int], scores: Tensor) -> list[int]:
@@ -217,7 +229,7 @@ class GrammarRows:
         if start < 0:
             return []
         rows = scores.detach().to("cpu", torch.float32).contiguous()
-        return text.automaton.best(canvas, [start], room - len(canvas), _buffer(rows))
+        return completed(text.automaton, canvas, start, room - len(canvas), _buffer(rows))
 
     def is_joint(self, sequence: int) -> bool:
         text = self._texts[sequence]
@@ -241,10 +253,10 @@ class GrammarRows:
         text, canvas = self._texts[sequence], self.canvas(tokens)
         masks = [at for at, token in enumerate(canvas) if token == MASK]
         packed = torch.full((len(masks), self._width), -1, dtype=torch.int32)
-        places = text.automaton.places(canvas, [text.start], 0) if text else []
+        found = filled(text.automaton, canvas, text.start, 0) if text else None
         for row, at in enumerate(masks):
-            if text and places:
-                text.automaton.allowed(places[at], places[at + 1], _buffer(packed[row]))
+            if found:
+                found.allowed(at, _buffer(packed[row]))
         return packed
 
     def settled_chunk(
@@ -277,6 +289,8 @@ class GrammarRows:
 
     def _longest(self, text: Text, state: int, bits: Tensor) -> int:
         """The longest token of the bytes that come next without a choice; -1: there is a choice."""
+        if isinstance(text.automaton, _host.PushdownText):
+            return -1  # it knows the tokens without a choice, not the bytes
         forced_bytes = bytes(text.automaton.forced(state))
         if not forced_bytes:
             return -1
@@ -285,6 +299,7 @@ class GrammarRows:
         return max(allowed, key=lambda token: self._progress(text, state, token), default=-1)
 
     def _progress(self, text: Text, state: int, token: int) -> int:
+        assert not isinstance(text.automaton, _host.PushdownText)
         to = text.automaton.next(state, token)
         return -len(text.automaton.forced(to)) if to >= 0 else -_FAR
 
@@ -382,7 +397,7 @@ def _opened(
         refuse(start < 0, _OP, fault)
         tail = session.tails[sequence]
         canvas = [MASK if token == mask_token else token for token in tail]
-        refuse(not automaton.places(canvas, [start], limit - len(tail)), _OP, fault)
+        refuse(not filled(automaton, canvas, start, limit - len(tail), listed=False), _OP, fault)
         return Text(automaton, grammar.fill, start, limit, grammar.source)
     if method.wing == "planned":  # whose chunks are as long as the plan says
         return Text(automaton, grammar.fill, start, limit, grammar.source)
@@ -391,7 +406,7 @@ def _opened(
     refuse(least > limit, _OP, fault)
     if not ends:
         fault = f"no text of {grammar.source} has exactly {limit} tokens, and no end token may end a shorter one"
-        refuse(not automaton.places([MASK] * limit, [start], 0), _OP, fault)
+        refuse(not filled(automaton, [MASK] * limit, start, 0, listed=False), _OP, fault)
     return Text(automaton, grammar.fill, start, limit, grammar.source)
 
 

@@ -1,4 +1,4 @@
-"""Grammars in Lark's EBNF, as expressions of `language`: recursion is unfolded down to a depth."""
+"""Grammars in Lark's EBNF, as expressions of `language`: recursion is unfolded down to a depth, or becomes calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from pdkernels._validation import check_text, check_type, did_you_mean, fail, refuse, sentence
 from pdkernels.grammar.budget import spend
+from pdkernels.grammar.calls import call
 from pdkernels.grammar.language import (
     MAX_STATES,
     NOTHING,
@@ -33,8 +34,8 @@ _TOKEN = re.compile(
 Piece = tuple[str, str]
 
 
-def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
-    """The texts of rule `start`.
+def parsed_ebnf(rules: str, start: str, depth: int | None) -> tuple[list[Expression], list[str]]:
+    """The texts of rule `start`, and without a depth the recursive rules that it calls; what errors call them.
 
     Raises:
         ValueError: not a grammar.
@@ -48,9 +49,11 @@ def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
         remedy = f"{did_you_mean(start, definitions)}It has {', '.join(definitions) or 'no rules'}."
         fail(OP, "start", "name a rule of the grammar", repr(start), remedy)
     try:
-        return _Unfolder(definitions, depth).rule(start)
+        unfolder = _Unfolder(definitions, depth)
+        unfolder.rules[0] = unfolder.rule(start)
     except RecursionError:
         raise ValueError(sentence(OP, "the grammar has too many levels", "Lower the depth.")) from None
+    return unfolder.rules, ["the grammar", *(f"rule {name!r}" for name in unfolder.numbers)]
 
 
 def pieces(rules: str, directives: bool = False) -> list[Piece]:
@@ -90,8 +93,11 @@ def _rules(pieces: list[Piece]) -> dict[str, list[Piece]]:
 
 
 class _Unfolder:
-    def __init__(self, rules: dict[str, list[Piece]], depth: int) -> None:
+    def __init__(self, rules: dict[str, list[Piece]], depth: int | None) -> None:
         self._rules, self._depth = rules, depth
+        self.rules: list[Expression] = [NOTHING]
+        self.numbers: dict[str, int] = {}
+        """Of the rules that are called."""
         self._open: dict[str, int] = {}
         self._parts = 0
         self._trees = {name: _Reader(pieces, name).whole() for name, pieces in rules.items()}
@@ -106,8 +112,14 @@ class _Unfolder:
     def rule(self, name: str) -> Expression:
         if name not in self._rules:
             fail(OP, "rules", "define what they name", repr(name), did_you_mean(name, self._rules))
+        if self._depth is None and self._cycles[name]:
+            if name not in self.numbers:
+                self.numbers[name] = len(self.rules)
+                self.rules.append(NOTHING)
+                self.rules[self.numbers[name]] = self.unfolded(self._trees[name])
+            return call(self.numbers[name])
         level = self._open.get(name, 0)
-        if level > self._depth:
+        if self._depth is not None and level > self._depth:
             return NOTHING
         key = name, tuple(self._open.get(member, 0) for member in self._cycles[name])
         if key not in self._made:

@@ -20,7 +20,7 @@ from pdkernels.grammar.schema_keywords import Unknown, warning_of
 from pdkernels.grammar.vocabulary import Vocabulary, vocabulary_of
 
 _FAR = 2**31 - 1
-_MAX_WORK = 14_000_000  # 1.5 s of a slow core
+MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
 _MAX_CHARACTERS = 100_000  # of a choice
 _SIZES = ((256, 64, 2), (32, 64, 1), (8, 1, 0), (8, 0, 0))
@@ -97,7 +97,7 @@ class Grammar:
         schema: Schema | str,
         *,
         whitespace: str | None = None,
-        depth: int = 3,
+        depth: int | None = 3,
         longest: int | None = None,
         texts: Literal["usual", "all"] = "usual",
         fit: bool = False,
@@ -115,7 +115,8 @@ class Grammar:
             whitespace: None: at most one space after a comma or a colon. "compact": none. "single": one space after each
                 of them, as `json.dumps` writes. "any": any around brackets, commas and colons, or what a regular
                 expression says.
-            depth: how often a ``$ref`` may occur inside itself.
+            depth: how often a ``$ref`` may occur inside itself. None: any number of times, and values without a schema
+                have any depth too.
             longest: in place of each ``maxLength`` and ``maxItems`` that is larger. Each character up to such a bound
                 is a state, so large ones need more states than an automaton may have.
             texts: "usual": those that one expects of a schema. No properties but the named ones where some are named, a
@@ -133,8 +134,9 @@ class Grammar:
                 schema that has them.
 
         Raises:
-            ValueError: a schema that nothing satisfies, or whose automaton is too large.
-            NotImplementedError: a keyword of JSON Schema that is not followed; too many properties for any order.
+            ValueError: a schema that nothing satisfies, or whose automaton is too large; `fit` without a depth.
+            NotImplementedError: a keyword of JSON Schema that is not followed; too many properties for any order; of any
+                depth, a recursive reference whose texts are compared with those of another schema.
 
         >>> Grammar.json_schema({"type": "array", "items": {"type": "boolean"}}).matches("[true, false]")
         True
@@ -148,6 +150,7 @@ class Grammar:
         check_choice(OP, "texts", texts, ("usual", "all"))
         check_choice(OP, "key_order", key_order, ("schema", "any"))
         check_type(type(fit) is bool, OP, "fit", "be a bool", type(fit).__name__)
+        refuse(fit and depth is None, OP, "fit needs a depth, which it may lower, got depth=None", "Leave out fit.")
         annotated: Unknown = {}
         full_size = Size(longest, _checked_depth(depth))
         most = current().steps + _MAX_TRIALS
@@ -155,10 +158,10 @@ class Grammar:
         while True:
             try:
                 with current().at_most(min(_MAX_TRIAL, most - current().steps) if fit else MAX_STEPS):
-                    expression = parsed_schema(
+                    rules, names = parsed_schema(
                         schema, whitespace, size, annotated, texts == "all", any_order=key_order == "any"
                     )
-                    grammar = cls(expression, f"the schema {_short(schema)}", fill)
+                    grammar = cls._of_rules(rules, names, f"the schema {_short(schema)}", fill)
                 break
             except UnlistedItems:
                 if not fit:
@@ -182,18 +185,36 @@ class Grammar:
 
     @classmethod
     @bounded()
-    def ebnf(cls, rules: str, *, start: str = "start", depth: int = 3, fill: Fill = "each") -> Grammar:
+    def ebnf(cls, rules: str, *, start: str = "start", depth: int | None = 3, fill: Fill = "each") -> Grammar:
         """The texts of a grammar in Lark's EBNF: rules ``name: expansions`` of strings, ``/patterns/``, names, groups,
         ``|``, ``?``, ``*``, ``+`` and ``~ n..m``.
 
         A grammar without recursion is followed exactly; of others, the texts in which no rule is more than `depth`
-        times inside itself.
+        times inside itself, or all of them with a `depth` of None.
+
+        Raises:
+            ValueError: not a grammar; one without a text, or whose automaton is too large.
+            NotImplementedError: a directive, a flag of a pattern, templates; of any depth, a rule that begins with itself
+                by way of another rule.
 
         >>> sums = Grammar.ebnf('start: term ("+" term)*\\nterm: /[0-9]/ | "(" start ")"')
         >>> sums.matches("1+(2+3)"), sums.matches("1+(2")
         (True, False)
+        >>> deep = Grammar.ebnf('start: "[" start "]" | "x"', depth=None)
+        >>> deep.matches("[" * 50 + "x" + "]" * 50), deep.matches("[[x]")
+        (True, False)
         """
-        return cls(parsed_ebnf(rules, start, _checked_depth(depth)), f"the grammar {_short(rules)}", fill)
+        expressions, names = parsed_ebnf(rules, start, _checked_depth(depth))
+        return cls._of_rules(expressions, names, f"the grammar {_short(rules)}", fill)
+
+    @classmethod
+    def _of_rules(cls, rules: Sequence[Expression], names: Sequence[str], source: str, fill: Fill) -> Grammar:
+        """A grammar of an expression, and of the rules that it calls, if there are any."""
+        if len(rules) == 1:
+            return cls(rules[0], source, fill)
+        from pdkernels.grammar.pushdown import PushdownGrammar  # which is a Grammar
+
+        return PushdownGrammar(rules, names, source, fill)
 
     @classmethod
     @bounded()
@@ -222,7 +243,7 @@ class Grammar:
             NotImplementedError: a model without a tokenizer that knows the bytes of its tokens.
         """
         key = (model.config.vocab_size, *end_tokens)
-        automata = self._made.setdefault(_owner(model), {}) if model.tokenizer is not None else {}
+        automata = self._made.setdefault(owner_of(model), {}) if model.tokenizer is not None else {}
         if key not in automata:
             automata[key] = self._compiled(model, end_tokens)
         return automata[key]
@@ -231,7 +252,7 @@ class Grammar:
         vocabulary = self._checked_vocabulary(model, end_tokens)
         automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
         try:
-            token_automaton = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_WORK)
+            token_automaton = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), MAX_WORK)
         except _host.TooLarge:
             fault = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
             raise ValueError(sentence(OP, fault, TOO_LARGE)) from None
@@ -277,14 +298,14 @@ class ContextFreeGrammar(Grammar):
         refuse(
             tokens.skips_space, OP, "Grammar.lark does not know tokenizers that leave out the first space", "Use ebnf."
         )
-        tokenizers = self._tokenizers.setdefault(_owner(model), {})
+        tokenizers = self._tokenizers.setdefault(owner_of(model), {})
         key = (model.config.vocab_size, *end_tokens)
         if key not in tokenizers:
             tokenizers[key] = tokenizer_of(tokens.tokens, end_tokens)
         return PrefixAutomaton(tokenizers[key], self._rules, end_tokens)
 
 
-def _owner(model: Any) -> Any:
+def owner_of(model: Any) -> Any:
     """The tokenizer of a model. One of transformers, which is adapted anew in each call of `custom_generate`, has it as
     `given`."""
     return getattr(model.tokenizer, "given", model.tokenizer)
@@ -295,6 +316,7 @@ def _smaller(full_size: Size) -> list[Size]:
     sizes = [full_size]
     for longest, depth, free in _SIZES:
         bound = longest if full_size.longest is None or longest is None else min(longest, full_size.longest)
+        assert full_size.depth is not None
         size = Size(
             full_size.longest if bound is None else bound, min(depth, full_size.depth), min(free, full_size.free)
         )
@@ -307,13 +329,15 @@ def _what_shrank(full_size: Size, size: Size) -> str:
         f"a value without a schema has at most {size.free} arrays and objects inside each other": size.free
         < full_size.free,
         f"maxLength and maxItems are at most {size.longest}": size.longest != full_size.longest,
-        f"a reference is at most {size.depth} times inside itself": size.depth < full_size.depth,
+        f"a reference is at most {size.depth} times inside itself": size.depth != full_size.depth,
         "items of uniqueItems that are not listed ascend by their first letters and digits, or are one": size.ordered,
     }
     return ", ".join(change for change, applies in changes.items() if applies)
 
 
-def _checked_depth(depth: int) -> int:
+def _checked_depth(depth: int | None) -> int | None:
+    if depth is None:
+        return None
     check_type(type(depth) is int, OP, "depth", "be an int", type(depth).__name__)
     check(0 <= depth <= _MAX_DEPTH, OP, "depth", f"be in 0 .. {_MAX_DEPTH}", depth)
     return depth

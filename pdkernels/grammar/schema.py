@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pdkernels._validation import check, check_type, sentence
 from pdkernels.grammar.budget import spend
+from pdkernels.grammar.calls import call
 from pdkernels.grammar.language import (
     NOTHING,
     OP,
@@ -45,8 +46,8 @@ class Size(NamedTuple):
 
     longest: int | None = None
     """In place of larger maxLength and maxItems."""
-    depth: int = 3
-    """Levels of a reference inside itself."""
+    depth: int | None = 3
+    """Levels of a reference inside itself; None: any number, and `free` does not count."""
     free: int = 3
     """Arrays and objects inside each other in a value without a schema."""
     ordered: bool = False
@@ -63,9 +64,10 @@ def parsed_schema(
     unknown: Unknown | None = None,
     complete: bool = False,
     any_order: bool = False,
-) -> Expression:
+) -> tuple[list[Expression], list[str]]:
     """The texts that satisfy a schema, as `Grammar.json_schema` describes them; with `complete`, all in the order of its
-    properties, and with `any_order` in every one. What demands nothing is added to `unknown`.
+    properties, and with `any_order` in every one. What demands nothing is added to `unknown`. Without a depth, the rules
+    that are called follow; and what errors call each.
 
     Raises:
         ValueError: not a JSON schema.
@@ -83,7 +85,8 @@ def parsed_schema(
         schema = json.loads(schema_text)
     try:
         compiler = _Compiler(schema, whitespace, size, {} if unknown is None else unknown, complete, any_order)
-        return compiler.value(schema, "#")
+        compiler.rules[0] = compiler.value(schema, "#")
+        return compiler.rules, ["the schema", *(f"the schema at {place}" for place in compiler.places)]
     except RecursionError:
         raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
 
@@ -97,9 +100,17 @@ class _Compiler(Arrays, Objects):
         self._open: dict[str, int] = {}  # how often each reference is being followed
         self._cycles: dict[str, list[str]] | None = None
         self._followed: dict[tuple[str, tuple[int, ...]], Expression] = {}
+        self.rules: list[Expression] = [NOTHING]
+        self.places = list[str]()
+        """Of the rules after the first."""
+        self._numbers: dict[str, int] = {}
 
     @property
     def _any(self) -> Expression:
+        if self._depth is None:
+            return self._called(
+                "", "any", lambda inner: _with_inner(inner, self._gap, self._comma, self._colon, self._complete)
+            )
         return _anything(self._free, self._gap, self._comma, self._colon, self._complete)
 
     def value(self, schema: Any, place: str) -> Expression:
@@ -141,11 +152,15 @@ class _Compiler(Arrays, Objects):
         check_keywords(schema, place, self._flat.unknown)
         reference = self._flat.uri(schema, place)
         target, level = self._flat.found(reference, place), self._open.get(reference, 0)
-        if level > self._depth:
-            return NOTHING
         if self._cycles is None:
             self._cycles = self._flat.cycles()
         alone = all(name == "$ref" or is_note(name) for name in schema)
+        if self._depth is None and self._cycles[reference]:
+            text_of_schema = "" if alone else json.dumps(schema, sort_keys=True)
+            inside, there = (target, reference) if alone else ({"allOf": [schema]}, place)
+            return self._called(f"{reference} {text_of_schema}", there, lambda _: self.value(inside, there))
+        if self._depth is not None and level > self._depth:
+            return NOTHING
         key = reference, tuple(self._open.get(member, 0) for member in self._cycles[reference])
         if alone and key in self._followed:
             return self._followed[key]
@@ -155,6 +170,15 @@ class _Compiler(Arrays, Objects):
         if alone:
             self._followed[key] = expression
         return expression
+
+    def _called(self, key: str, place: str, made: Callable[[Expression], Expression]) -> Expression:
+        """A call of the rule of a key, made when it is first called: it may call itself."""
+        if key not in self._numbers:
+            number = self._numbers[key] = len(self.rules)
+            self.rules.append(NOTHING)
+            self.places.append(place)
+            self.rules[number] = made(call(number))
+        return call(self._numbers[key])
 
     def _conditional(self, schema: Mapping[str, Any], place: str) -> Expression:
         """Where the first condition holds and where it does not."""
@@ -339,6 +363,12 @@ class _Compiler(Arrays, Objects):
 @lru_cache(maxsize=8)
 def _anything(depth: int, gap: Expression, comma: Expression, colon: Expression, complete: bool) -> Expression:
     """A value without a schema, with no more than `depth` arrays or objects inside each other."""
+    inner = NOTHING if depth == 0 else _anything(depth - 1, gap, comma, colon, complete)
+    return _with_inner(inner, gap, comma, colon, complete)
+
+
+def _with_inner(inner: Expression, gap: Expression, comma: Expression, colon: Expression, complete: bool) -> Expression:
+    """A value without a schema, with `inner` inside arrays and objects."""
     branches = [
         string(0, None, complete),
         numbers(None, None, complete=complete),
@@ -346,8 +376,7 @@ def _anything(depth: int, gap: Expression, comma: Expression, colon: Expression,
         text("false"),
         text("null"),
     ]
-    if depth > 0:
-        inner = _anything(depth - 1, gap, comma, colon, complete)
+    if not is_nothing(inner):
         for first, item, last in (("[", inner, "]"), ("{", Seq((string(0, None, complete), colon, inner)), "}")):
             # A part and its comma, or the last part: as one automaton they share their states.
             items = optional(Seq((Repeat(Seq((item, comma)), 0, None), item)))

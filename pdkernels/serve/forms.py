@@ -170,7 +170,7 @@ def _call(form: CallForm, name: str, parameters: str) -> Expression:
 
 
 def _schema(source: Any) -> Expression:
-    return parsed_schema(source, size=Size(depth=_DEPTH))
+    return parsed_schema(source, size=Size(depth=_DEPTH))[0][0]
 
 
 def _fields(form: TaggedForm, name: str, schema: dict[str, Any]) -> Expression:
@@ -205,4 +205,4 @@ def _expression(kind: str, source: str) -> Expression:
     if kind == "choice":
         return Alt(tuple(map(text, given)))
     any_order = given.get("key_order") == "any"
-    return parsed_schema(given["schema"], given.get("whitespace"), Size(depth=_DEPTH), any_order=any_order)
+    return parsed_schema(given["schema"], given.get("whitespace"), Size(depth=_DEPTH), any_order=any_order)[0][0]
