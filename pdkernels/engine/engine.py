@@ -366,7 +366,7 @@ class Engine:
     def _check_steps(self, method: Method, session: Session, options: dict[str, Any]) -> None:
         """Raises what the method's steps say of the options and of the model."""
         assert method.steps is not None
-        if session.grammar is not None and method.writes_in_parallel and not method.steps.keeps_pages:
+        if session.grammar is not None and method.writes_in_parallel and not method.steps.follows_grammars:
             fault = f"method {method.name!r} does not follow a grammar in a running batch: what it fills at once must fit together"
             raise NotImplementedError(sentence(_OP, fault, "Call pdkernels.decoding.generate."))
         if session.likely is not None:
@@ -395,12 +395,12 @@ class Engine:
         def session_of(rows: int) -> Session:
             largest = Session(model, [[0] * longest] * rows, limit, ends, None, False, params=params)
             largest.filters, largest.pool = filters, pool
-            if kind.keeps_pages:
+            if kind.follows_grammars:
                 largest.grammar = session.grammar
             return largest
 
         rows = self.max_canvases if kind.keeps_pages else self.max_running
-        rows = 1 if kind.keeps_pages and session.grammar is not None else rows  # the grammar is that of one text
+        rows = 1 if kind.follows_grammars and session.grammar is not None else rows  # the grammar is that of one text
         grows = not kind.keeps_pages and self._on_cpu
         return MethodBatch(method.name, kind, options, model, session_of, rows, grows)
 

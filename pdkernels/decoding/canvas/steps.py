@@ -31,6 +31,7 @@ class CanvasSteps(Steps):
 
     any_limit = False
     keeps_pages = True
+    follows_grammars = True
     shows_provisional = True
 
     def _build(self, session: Session, canvas: Canvas, forward: WholeCanvas, widest: int, random: bool = False) -> None:

@@ -68,6 +68,7 @@ class BlockSteps(Steps):
 
     forms = ("step", "refresh")
     shows_provisional = True
+    follows_grammars = True
 
     def __init__(
         self,
@@ -223,8 +224,11 @@ class BlockSteps(Steps):
 
     def _what_is_guessed(self, hidden: torch.Tensor) -> Guessed:
         """For a grammar, with the rows of `hidden` of a filtered model."""
-        prefix = [ids[:count] for ids, count in zip(self.session.tokens, self.written.tolist(), strict=True)]
         logits = suppress_(self.model.logits(hidden[:, self.filled :]), self.mask_token)
+        # The filter of these logits has read the blocks before this one; the session of a running batch has no texts.
+        prefix = [
+            self.session.grammar.committed(sequence)[:count] for sequence, count in enumerate(self.written.tolist())
+        ]
         places = self.slot[self.filled :].expand(len(hidden), -1)
 
         def draw(sequence: int, row: int, allowed: torch.Tensor) -> torch.Tensor:
