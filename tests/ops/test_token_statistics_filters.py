@@ -111,6 +111,8 @@ def test_typical_tokens_by_hand(impl: Any) -> None:
         found = run(impl, logits, distribution="sampling", typical_p=typical_p, top_k=3)
         assert {n for n, p in zip(found.top_ids[0].tolist(), found.top_probs[0].tolist()) if p > 0} == set(stay)
     assert run(impl, logits.expand(50, 3), temperature=1.0, typical_p=0.2).ids.tolist() == [1] * 50
+    beside = torch.cat([torch.full((1, 1), -INF), logits], 1)  # an excluded token adds nothing to the entropy
+    assert run(impl, beside.expand(50, 4), temperature=1.0, typical_p=0.2).ids.tolist() == [2] * 50
 
 
 def test_fewer_possible_tokens_than_asked_for(impl: Any) -> None:
