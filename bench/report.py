@@ -38,6 +38,7 @@ from bench.rows import Row, best_settings, by_candidate, family, load, rows_of
 from bench.sweep_report import SWEEPS, evaluation_sweep
 from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours, share
 from bench.transformers_report import anchored, transformers_speed, transformers_tests
+from scripts import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
@@ -400,6 +401,7 @@ TABLES = {
     "cpu_engines real models": lambda rows: cpu_engines_report.real_models(CPU_ENGINES, DRAFTERS),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
+    "versions": lambda rows: of_file(versions.RESULTS, versions.table_of),
     "adapters": lambda rows: of_file(bench_adapters.RESULTS, bench_adapters.table_of),
     "same tokens": lambda rows: of_file(same_tokens.RESULTS, same_tokens.same_tokens),
     "long texts": lambda rows: of_file(long_texts.RESULT, long_texts.markdown),
