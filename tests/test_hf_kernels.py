@@ -40,6 +40,30 @@ for name in ("int8", "q4_0"):
     stacks = [(package, package.quantize(numbers, name)) for package in (alone, pd)]
     mine, theirs = (package.grouped_linear(x, stack, torch.tensor([2, 5])) for package, stack in stacks)
     assert torch.equal(mine, theirs)
+weight = torch.randn(48, 64)
+mine = alone.linear(x, weight)
+assert torch.equal(mine, pd.linear(x, weight)) and torch.equal(mine[3:4], alone.linear(x[3:4], weight))
+torch.testing.assert_close(mine.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
+packed = alone.quantize(weight, "q8_0")
+told, exact = alone.quantized_linear(x, packed), x.double() @ packed.dequantize().double().T
+assert (told - exact).abs().max() < 0.02 * exact.abs().max()
+told = alone.token_statistics(mine, top_k=3)
+assert torch.equal(told.ids, mine.argmax(-1)) and torch.equal(told.top_ids, mine.topk(3).indices)
+torch.testing.assert_close(told.probs, mine.softmax(-1).amax(-1))
+rows, gates = 0.3 * torch.randn(3, 1, 6, 2, 8), torch.rand(2, 1, 6, 2)
+settled = torch.zeros(1, dtype=torch.int64)
+outputs = []
+for package in (alone, pd):
+    state, pending = torch.zeros(1, 2, 8, 8), [torch.zeros(1, 8, 2, 8), torch.zeros(1, 8, 2, 8), torch.zeros(1, 8, 2)]
+    outputs.append(package.gated_delta_(state, settled.clone(), *pending, *rows, -gates[0], gates[1], settled, scale=1.0))
+assert torch.equal(*outputs)
+for head in range(2):  # the rule as it is written: forget, then move the value of the key
+    memory = torch.zeros(8, 8, dtype=torch.float64)
+    for row in range(6):
+        query, key, value = rows[:, 0, row, head].double()
+        memory *= (-gates[0, 0, row, head]).double().exp()
+        memory += torch.outer(key, gates[1, 0, row, head].double() * (value - key @ memory))
+        torch.testing.assert_close(outputs[0][0, row, head].double(), query @ memory, atol=1e-5, rtol=1e-4)
 (loaded,) = kernels.get_loaded_kernels()
 assert alone.__name__ == loaded.metadata.id and hasattr(getattr(torch.ops, alone.__name__), "unmask_")
 print(json.dumps({"id": loaded.metadata.id, "license": loaded.metadata.license, "file": alone.__file__}))
