@@ -115,6 +115,7 @@ class TokenAutomaton {
     const TokenTree tokens(text, offsets);
     collect(bytes, tokens, max_work);
     name_classes(ends);
+    list_members();
     list_steps(bytes, tokens, ends);
     measure();
     force(bytes);
@@ -275,6 +276,12 @@ class TokenAutomaton {
   struct Step {
     int32_t by, to;  // class, state
   };
+  struct Members {
+    int32_t count, last;
+  };
+  struct Group {
+    int32_t word, bits;
+  };
 
   int32_t follow(int32_t state, int32_t c) const {
     if (state == done()) return done();
@@ -295,17 +302,21 @@ class TokenAutomaton {
 
   bool within(int32_t state, int64_t budget) const { return state != kDead && distance(state) <= budget; }
 
+  // The bits of the tokens of some classes. What is shorter is written: the tokens of these classes, or of the others.
   std::pair<int64_t, int64_t> write(const std::vector<uint8_t>& fits, int32_t* bits) const {
-    int64_t count = 0, last = -1;
-    for (int64_t word = 0; word < words(); ++word) {
-      uint32_t value = 0;
-      const int64_t first = word * 32, end = std::min(first + 32, vocabulary_);
-      for (int64_t id = first; id < end; ++id) value |= static_cast<uint32_t>(fits[class_of_[id]]) << (id - first);
-      bits[word] = static_cast<int32_t>(value);
-      if (value) {
-        count += __builtin_popcount(value);
-        last = first + 31 - __builtin_clz(value);
-      }
+    int64_t count = 0, last = -1, groups = 0;
+    for (int32_t c = 0; c < classes_; ++c) {
+      if (!fits[c]) continue;
+      groups += first_group_[c + 1] - first_group_[c];
+      count += members_[c].count;
+      last = std::max<int64_t>(last, members_[c].last);
+    }
+    const bool few = 2 * groups <= static_cast<int64_t>(groups_.size());
+    std::fill(bits, bits + words(), few ? 0 : -1);
+    if (!few && vocabulary_ % 32 != 0) bits[words() - 1] = static_cast<int32_t>((1u << vocabulary_ % 32) - 1);
+    for (int32_t c = 0; c < classes_; ++c) {
+      if ((fits[c] != 0) != few) continue;
+      for (int64_t n = first_group_[c]; n < first_group_[c + 1]; ++n) bits[groups_[n].word] ^= groups_[n].bits;
     }
     return {count, last};
   }
@@ -372,6 +383,34 @@ class TokenAutomaton {
       const auto [place, added] = names.emplace(2 * class_of_[id] + is_end[id], static_cast<int32_t>(classes_));
       classes_ += added;
       class_of_[id] = place->second;
+    }
+  }
+
+  // The tokens of each class, those of one word of bits together.
+  void list_members() {
+    members_.assign(classes_, {0, -1});
+    first_group_.assign(classes_ + 1, 0);
+    const auto begins = [&](int64_t id) {
+      const int32_t last = members_[class_of_[id]].last;
+      return last < 0 || last / 32 != id / 32;
+    };
+    for (int64_t id = 0; id < vocabulary_; ++id) {
+      Members& members = members_[class_of_[id]];
+      first_group_[class_of_[id] + 1] += begins(id);
+      ++members.count;
+      members.last = static_cast<int32_t>(id);
+    }
+    std::partial_sum(first_group_.begin(), first_group_.end(), first_group_.begin());
+    groups_.assign(first_group_.back(), {0, 0});
+    std::vector<int64_t> next(first_group_.begin(), first_group_.end() - 1);
+    for (Members& members : members_) members.last = -1;
+    for (int64_t id = 0; id < vocabulary_; ++id) {
+      const int32_t c = class_of_[id];
+      next[c] += begins(id);
+      Group& group = groups_[next[c] - 1];
+      group.word = static_cast<int32_t>(id / 32);
+      group.bits |= static_cast<int32_t>(1u << id % 32);
+      members_[c].last = static_cast<int32_t>(id);
     }
   }
 
@@ -443,6 +482,9 @@ class TokenAutomaton {
 
   int64_t vocabulary_, states_ = 0, classes_ = 0;
   std::vector<int32_t> class_of_;
+  std::vector<Members> members_;      // of each class
+  std::vector<int64_t> first_group_;  // of each class
+  std::vector<Group> groups_;
   std::vector<int64_t> first_step_;  // of each state
   std::vector<Step> steps_;
   std::vector<uint8_t> accepting_;
