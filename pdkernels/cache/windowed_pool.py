@@ -25,6 +25,10 @@ from pdkernels.ops.kv_cache import kv_commit_
 PIECE = 256
 """Rows of a forward that goes on with a text, at most: a longer prompt runs in pieces."""
 
+SPARE = 2
+"""Pages of a group that no sequence is promised: one of an earlier text whose first slots are copied for a sequence, and
+one that is written to a folder meanwhile."""
+
 
 def first_page(length: int, window: int, page_size: int) -> int:
     """The first page that rows from position `length` on read in a layer with a window.
@@ -104,16 +108,20 @@ class WindowedPool(PagePool):
     def nbytes(self) -> int:
         return super().nbytes + sum(group.nbytes for group in self.groups.values())
 
+    def room(self, window: int) -> int:
+        """How many pages of a group running sequences may hold together."""
+        return self.groups[window].num_pages - SPARE
+
     def keeps(self, need: Mapping[int, int]) -> bool:
         """Whether a further sequence may hold so many pages of each group."""
-        return all(self.promised[window] + pages <= self.groups[window].num_pages for window, pages in need.items())
+        return all(self.promised[window] + pages <= self.room(window) for window, pages in need.items())
 
     def promise(self, need: Mapping[int, int]) -> None:
         """Counts them; MemoryError, if they are too many."""
         for window, pages in need.items():
-            group, taken = self.groups[window], self.promised[window]
-            if taken + pages > group.num_pages:
-                actual = f"{pages} beside {taken} of {group.num_pages}"
+            taken = self.promised[window]
+            if taken + pages > self.room(window):
+                actual = f"{pages} beside {taken} of {self.room(window)}"
                 fault = message("cache.WindowedPool", "pages", f"fit those of window {window}", actual)
                 raise MemoryError(fault)
         for window, pages in need.items():
@@ -256,8 +264,11 @@ class PooledWindowedCache(WindowedCache):
             added = max(0, end - max(first, len(pages)))
             if gone or added:
                 pool.release(gone)
-                group._pages[row] = [pool.scratch] * first + pages[first:] + self.pool.take(window, added)
-                group._publish()
+                group._pages[row] = [pool.scratch] * first + pages[first:]
+                try:
+                    group._pages[row] += self.pool.take(window, added)
+                finally:
+                    group._publish()
 
     def move_row_(self, row: int, other: PooledWindowedCache, other_row: int, length: int) -> None:
         """Takes over a sequence of `length` tokens from another cache on the same pool, with its pages."""

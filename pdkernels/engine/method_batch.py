@@ -217,13 +217,10 @@ class MethodBatch:
                 raise MemoryError(
                     sentence("Engine", f"a request needs {need} pages of {pages.pool.num_pages}", "Raise cache_tokens.")
                 )
-            for window, count in window_need.items():
-                if count > (of_all := pages.groups[window].num_pages):
-                    fault = f"a request needs {count} pages of {of_all} in the layers with window {window}"
-                    raise MemoryError(sentence("Engine", fault, "Raise cache_tokens."))
+            fits = pages.keeps(window_need)
             pages.pool.hold(held_pages)
             pages.hold_windows(in_windows)
-            enough = pages.reclaim(need - len(prefix.pages)) and pages.keeps(window_need)
+            enough = fits and pages.reclaim(need - len(prefix.pages))
             if enough:
                 beginning, more = text[: prefix.length], (prefix.states, in_windows, window_need)
                 staging.begin(prefix.pages, prefix.partial, beginning, len(prompt), room, *more)

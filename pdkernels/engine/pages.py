@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pdkernels._validation import refuse
-from pdkernels.cache.windowed_pool import PIECE, most_pages
+from pdkernels.cache.windowed_pool import PIECE, SPARE, most_pages
 from pdkernels.engine.disk import Piece, PrefixFolder, Rows, Written, rows_of_states, states_of_rows
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.prefixes import Prefixes
@@ -193,7 +193,7 @@ def _sizes(
         return max(least, min(pages, fitting)), {}
     layer_bytes = page_bytes // model.config.layers
     for texts in ((running + 1) * (1 + keeps), running + 1, *([2] if fitting < least else [])):
-        most = {size: most_pages(size, PIECE + _DRAFT, PAGE) * texts for size in sizes}
+        most = {size: most_pages(size, PIECE + _DRAFT, PAGE) * texts + SPARE for size in sizes}
         windows = {size: count for size, count in most.items() if count < pages}
         left = room - sum(windows[size] * layer_bytes for size in sizes if size in windows)
         others = model.config.layers - sum(size in windows for size in sizes)

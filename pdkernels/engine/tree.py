@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pdkernels._validation import sentence
 from pdkernels.cache import PagePool, WindowedPool
 from pdkernels.cache.hybrid import SavedStates
 from pdkernels.cache.windowed_pool import first_page
@@ -227,8 +228,15 @@ class PrefixTree:
             self.groups[window].release(numbers)
 
     def keeps(self, need: Mapping[int, int]) -> bool:
-        """Whether a further request may hold so many pages of the layers with each window."""
-        return not isinstance(self.pool, WindowedPool) or self.pool.keeps(need)
+        """Whether a further request may hold so many pages of the layers with each window. MemoryError: not even if it
+        runs alone."""
+        if not isinstance(self.pool, WindowedPool):
+            return True
+        for window, count in need.items():
+            if count > (room := self.pool.room(window)):
+                fault = f"a request needs {count} pages of {room} in the layers with window {window}"
+                raise MemoryError(sentence("Engine", fault, "Raise cache_tokens."))
+        return self.pool.keeps(need)
 
     def forget_windows(self, window: int, count: int) -> bool:
         """Whether `count` pages of the layers with a window are free, after giving back as many of earlier texts as it

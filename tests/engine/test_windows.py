@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdkernels.cache import PooledWindowedCache, WindowedPool
-from pdkernels.cache.windowed_pool import first_page, most_pages
+from pdkernels.cache.windowed_pool import SPARE, first_page, most_pages
 from pdkernels.decoding import generate
 from pdkernels.engine import Engine, Generation
 from pdkernels.engine.pages import _sizes
@@ -160,7 +160,7 @@ def test_beginnings_are_shared_where_their_windows_are_there() -> None:
 def test_earlier_texts_give_their_windows_to_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with((Window(16), None))
     need = most_pages(16, PIECE + 1, PAGE)
-    monkeypatch.setattr("pdkernels.engine.pages._sizes", lambda *_: (1000, {16: need + 4}))
+    monkeypatch.setattr("pdkernels.engine.pages._sizes", lambda *_: (1000, {16: need + SPARE}))
     with engine(model, kept_prompt_tokens=7000) as one:
         for seed in range(6):
             asked(one, model, drawn(seed, 300))
@@ -176,7 +176,9 @@ def test_requests_wait_for_windows_and_give_up_pages(pages: int, monkeypatch: py
     """Too few pages of one kind, or of the other."""
     model = model_with((Window(16), None))
     need = most_pages(16, 2 * PIECE, PAGE)
-    monkeypatch.setattr("pdkernels.engine.pages._sizes", lambda *_: (pages, {16: need + (30 if pages == 124 else 3)}))
+    monkeypatch.setattr(
+        "pdkernels.engine.pages._sizes", lambda *_: (pages, {16: need + SPARE + (30 if pages == 124 else 3)})
+    )
     with engine(model, max_running=4, kept_prompt_tokens=2000, max_prompt_tokens=940) as one:
         texts = [drawn(seed, length) for seed, length in enumerate((480, 470, 30, 500, 20, 460))]
         handles = [one.submit(text, max_new_tokens=NEW, end_tokens=()) for text in texts]
@@ -202,7 +204,7 @@ def test_a_request_that_gives_up_its_pages_goes_on(monkeypatch: pytest.MonkeyPat
 def test_a_request_beyond_all_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with((Window(16), None))
     monkeypatch.setattr("pdkernels.engine.pages._sizes", lambda *_: (200, {16: 20}))
-    with engine(model) as one, pytest.raises(MemoryError, match="needs 23 pages of 20 in the layers with window 16"):
+    with engine(model) as one, pytest.raises(MemoryError, match="needs 23 pages of 18 in the layers with window 16"):
         one.submit(drawn(1, 500), max_new_tokens=NEW).result(60)
 
 
@@ -304,10 +306,10 @@ def test_how_many_pages_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     most = most_pages(512, 320, 64)
     everywhere = 10**15
     # Eight requests of 4,096 tokens and 16,384 of earlier texts, which was 768 pages of all layers.
-    assert _sizes(model, page, 768, longest, 8, True, everywhere) == (768, {512: 18 * most})
-    assert _sizes(model, page, 512, longest, 8, False, everywhere) == (512, {512: 9 * most})
+    assert _sizes(model, page, 768, longest, 8, True, everywhere) == (768, {512: 18 * most + SPARE})
+    assert _sizes(model, page, 512, longest, 8, False, everywhere) == (512, {512: 9 * most + SPARE})
     # Few pages: those that run come first; and where a request may be short, all layers are alike.
-    assert _sizes(model, page, 200, longest, 8, True, everywhere) == (200, {512: 9 * most})
+    assert _sizes(model, page, 200, longest, 8, True, everywhere) == (200, {512: 9 * most + SPARE})
     assert _sizes(model, page, 100, longest, 8, True, everywhere) == (100, {})
     # As much as there is memory for, and the longest request in any case.
     for room in (10**7, 10**8, 3 * 10**8, 5 * 10**8, 10**9):
@@ -358,8 +360,8 @@ def test_what_is_refused() -> None:
             WindowedPool(windows, 5, pages, **sizes)
     pool = WindowedPool([8, None], 5, {8: 5}, **sizes)
     cache = PooledWindowedCache(pool, 1, 40)
-    with pytest.raises(MemoryError, match="pages must fit those of window 8, got 6 beside 0 of 5"):
-        cache.promise_row_(0, {8: 6})
+    with pytest.raises(MemoryError, match="pages must fit those of window 8, got 4 beside 0 of 3"):
+        cache.promise_row_(0, {8: 4})
     with pytest.raises(ValueError, match=r"room must be in \[0, 40\], got 41"):
         cache.slide_(0, 0, 41)
     with pytest.raises(NotImplementedError, match="sequences on a pool of pages move"):
