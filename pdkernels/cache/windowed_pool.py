@@ -219,20 +219,25 @@ class PooledWindowedCache(WindowedCache):
         self.pool.promise(need)
         self._needs[row] = dict(need)
 
-    def hold_row_(self, row: int, pages: Sequence[int], windows: Mapping[int, Sequence[int]] = {}) -> None:
-        """Gives a sequence pages that others hold too, which it may only read: in the layers that see all, and in those
-        with each window."""
+    def hold_row_(self, row: int, pages: Sequence[int]) -> None:
+        """Gives a sequence pages that others hold too, which it may only read, in the layers that see all."""
         self.full.hold_row_(row, pages)
-        for window, group in self.turning.items():
-            group.hold_row_(row, windows.get(window, ()))
 
-    def copy_slots_(self, row: int, windows: Mapping[int, int], slots: int) -> None:
-        """Gives a sequence a page more in the layers with each window, with the first `slots` tokens of another."""
-        for window, source in windows.items():
-            (page,) = self.pool.take(window, 1)
-            self.pool.groups[window].copy_slots_(page, source, slots)
-            self.turning[window]._pages[row].append(page)
-            self.turning[window]._publish()
+    def hold_windows_(
+        self, row: int, windows: Mapping[int, Sequence[int]], length: int, need: Mapping[int, int]
+    ) -> None:
+        """The same in the layers with each window, for the first `length` tokens of a sequence that may hold `need`
+        pages of each at a time. Of a page that these end in the sequence has a copy."""
+        self.promise_row_(row, need)
+        whole, slots = divmod(length, self.page_size)
+        for window, group in self.turning.items():
+            numbers = windows.get(window, ())
+            group.hold_row_(row, numbers[:whole])
+            if slots:
+                (page,) = self.pool.take(window, 1)
+                self.pool.groups[window].copy_slots_(page, numbers[whole], slots)
+                group._pages[row].append(page)
+                group._publish()
 
     def resize_row_(self, row: int, tokens: int) -> None:
         """Makes a sequence own exactly the pages that `tokens` tokens need in the layers that see all; with 0 tokens, in

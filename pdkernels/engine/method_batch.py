@@ -191,8 +191,8 @@ class MethodBatch:
             if shortage > 0 and self.running.get(row) is request:
                 batch.grow(row, room)
         if pages.groups:
-            for row in self.running:
-                batch.slide(row, lengths[row])
+            for row, request in self.running.items():
+                batch.staging.slide(cache, row, request.session, lengths[row], lengths[row])
 
     def _begin(self, request: Request, memory: Memory, metrics: EngineMetrics) -> bool:
         """Finds what is known of a request's text, and pages for the rest of it; whether there are enough."""
@@ -307,7 +307,7 @@ class MethodBatch:
         remaining = len(prompt) - staging.cached
         # Rows after the first piece stay beside recurrent states until the next one; layers with windows have room for
         # so many.
-        budget = min(budget, staging.piece or budget)
+        budget = min(budget, *(getattr(staging.steps.cache, name, budget) for name in ("pending", "piece")))
         budget = min([budget, *(stop - staging.cached for stop in self._stops if stop > staging.cached)])
         try:
             pieces = staging.in_pieces or request.preempted is not None

@@ -165,14 +165,6 @@ class RunningBatch:
         self.steps.cache.resize_row_(row, tokens)
 
     @inference()
-    def slide(self, row: int, length: int) -> None:
-        """Before a step: gives back pages of layers with windows that no row after the first `length` of a row's
-        sequence sees, and takes those that the step writes to."""
-        session = self.sessions[row]
-        assert session is not None
-        self.staging.slide(self.steps.cache, row, session, length, length)
-
-    @inference()
     def leave(self, row: int) -> Preempted:
         """Frees the row of a request that will go on later, for steps with `Steps.resumes`. Its K and V are gone.
 

@@ -116,18 +116,13 @@ class Staging:
         steps = self.steps
         return min(session.longest + session.max_new_tokens + steps.spare, int(steps.cache.capacity))
 
-    @property
-    def piece(self) -> int | None:
-        """Rows of a piece of a prompt, at most; None: any number."""
-        pieces = [getattr(self.steps.cache, name, None) for name in ("pending", "piece")]
-        return min((piece for piece in pieces if piece is not None), default=None)
-
     def need(self, session: Session) -> dict[int, int]:
         """Pages that a sequence on a `WindowedPool` may hold at a time in the layers with each window."""
         cache = self.steps.cache
         need: dict[int, int] = cache.need(self._capacity(session)) if hasattr(cache, "need") else {}
         return need
 
+    @inference()
     def slide(self, cache: Any, row: int, session: Session, length: int, first: int) -> None:
         """Prepares layers with windows of a cache for the rows of a sequence from `first` on, and a step after `length`
         tokens: pages in front of the windows are given back, and those that are written to taken."""
@@ -160,14 +155,9 @@ class Staging:
         """
         pool, cache = self.pool, self.steps.cache
         assert pool is not None
-        if hasattr(cache, "slide_"):
-            cache.hold_row_(0, pages, {window: numbers[: len(pages)] for window, numbers in (windows or {}).items()})
-            cache.promise_row_(0, need or {})
-            if partial is not None:
-                last = {window: numbers[len(pages)] for window, numbers in (windows or {}).items()}
-                cache.copy_slots_(0, last, len(text) - len(pages) * pool.page_size)
-        else:
-            cache.hold_row_(0, pages)
+        cache.hold_row_(0, pages)
+        if need:
+            cache.hold_windows_(0, windows or {}, len(text), need)
         cache.resize_row_(0, room)
         copied = len(text) - len(pages) * pool.page_size
         if partial is not None:
