@@ -377,3 +377,17 @@ def test_a_hybrid_model_keeps_all_rows() -> None:
     config = HybridConfig(hidden_size=32, layers=2, **sizes)
     with engine(Hybrid(config)) as one:
         assert not isinstance(one._memory.pages.pool, WindowedPool)
+
+
+def test_a_branch_of_a_tree_moves_in_all_layers() -> None:
+    cache = PooledWindowedCache(WindowedPool([8, None, 16], 9, {8: 9, 16: 9}, PAGE, 1, 16), 1, 40)
+    cache.resize_row_(0, 16)
+    cache.slide_(0, 0, 16)
+    rows = torch.arange(6.0)[None, :, None, None].expand(1, 6, 1, 16)
+    for layer in range(3):
+        cache.append_(layer, rows + 10 * layer, -rows)
+    cache.commit_(torch.tensor([3]), torch.tensor([[0, 2, 5, 0, 0, 0]]))
+    assert cache.lengths.tolist() == [3]
+    for layer in range(3):
+        k, v = cache.layer(layer, 3)
+        assert (k[0, :, 0, 0] - 10 * layer).tolist() == [0, 2, 5] and v[0, :, 0, 0].tolist() == [0, -2, -5]
