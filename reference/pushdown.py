@@ -95,9 +95,7 @@ def allowed(
     """The tokens that may stand at a masked position."""
     before, after = list(canvas[:position]), list(canvas[position + 1 :])
     return [
-        token
-        for token in range(len(tokens))
-        if completable(rules, tokens, [*before, token, *after], prefix, budget)
+        token for token in range(len(tokens)) if completable(rules, tokens, [*before, token, *after], prefix, budget)
     ]
 
 

@@ -1,11 +1,11 @@
 // What may stand in a canvas, rows of tokens where some are still masked, under a pushdown automaton.
 //
 // A call ends at a boundary between two tokens and leaves a rest of the token before it (0: none); that pair is an
-// exit. A first pass goes from the last boundary to the first one and finds the exits of the rule that each state is in,
-// whatever called it: those of a call are followed by what its caller does there. This is the product of a grammar with
-// a finite automaton (Bar-Hillel, Perles and Shamir 1961), a row of exits at a time. A second pass goes the other way and
-// finds, of each state, the exits after which the rest of the canvas can be completed, for calls that really lead there.
-// A token is possible if it leads to a state that has one of these.
+// exit. A first pass goes from the last boundary to the first one and finds the exits of the rule that each state is
+// in, whatever called it: those of a call are followed by what its caller does there. This is the product of a grammar
+// with a finite automaton (Bar-Hillel, Perles and Shamir 1961), a row of exits at a time. A second pass goes the other
+// way and finds, of each state, the exits after which the rest of the canvas can be completed, for calls that really
+// lead there. A token is possible if it leads to a state that has one of these.
 //
 // For n positions this takes time n^3 and memory n^2, both over 64, the bits of a word. Tokens after the canvas are not
 // listed: an exit there is the fewest of them that it takes.
@@ -37,6 +37,7 @@ class PushdownCanvas {
         given_(std::min(given, length_)),
         rests_(tokens_.rests()),
         budget_(static_cast<int32_t>(std::min<int64_t>(budget, PushdownTokens::kFar - 1))),
+        tail_(length_),
         words_((static_cast<int64_t>(length_ + 1) * rests_ + 63) / 64) {
     if (start == PushdownStates::kDone) {
       possible = true;
@@ -44,6 +45,10 @@ class PushdownCanvas {
       return;
     }
     if (states_.places(start).empty()) return;
+    for (int32_t at = 0; at <= length_; ++at) {
+      for (int32_t rest = 0; rest < rests_; ++rest) exit_of_.emplace_back(at, rest);
+    }
+    while (tail_ > 0 && canvas_[tail_ - 1] == kMask) --tail_;
     reach(start);
     for (int32_t at = length_; at >= 0; --at) find_exits(at);
     open_calls(start, listed);
@@ -86,8 +91,12 @@ class PushdownCanvas {
     return {table.bits.data() + slot * width - first_word(at), table.late.data() + static_cast<int64_t>(slot) * rests_};
   }
   int32_t slot(Kind kind, int32_t at, int32_t number) const { return slots_[kind][at * sizes_[kind] + number]; }
-  Row exits(Kind kind, int32_t at, int32_t number) { return row(boundaries_[at].exits[kind], at, slot(kind, at, number)); }
-  Row wanted(Kind kind, int32_t at, int32_t number) { return row(boundaries_[at].wanted[kind], at, slot(kind, at, number)); }
+  Row exits(Kind kind, int32_t at, int32_t number) {
+    return row(boundaries_[at].exits[kind], at, slot(kind, at, number));
+  }
+  Row wanted(Kind kind, int32_t at, int32_t number) {
+    return row(boundaries_[at].wanted[kind], at, slot(kind, at, number));
+  }
 
   void set(Row to, int32_t at, int32_t rest) const {
     const int64_t bit = static_cast<int64_t>(at) * rests_ + rest;
@@ -98,9 +107,9 @@ class PushdownCanvas {
     return row.bits[bit / 64] >> bit % 64 & 1;
   }
 
-  // From a boundary on.
-  void add(Row to, Row from, int32_t at) const {
-    for (int64_t word = first_word(at); word < words_; ++word) to.bits[word] |= from.bits[word];
+  // From a boundary on, and from a word on.
+  void add(Row to, Row from, int32_t at, int64_t low = 0) const {
+    for (int64_t word = std::max(first_word(at), low); word < words_; ++word) to.bits[word] |= from.bits[word];
     for (int32_t rest = 0; rest < rests_; ++rest) to.late[rest] = std::min(to.late[rest], from.late[rest]);
   }
   void want(Row to, Row from, int32_t at) const {
@@ -126,8 +135,8 @@ class PushdownCanvas {
   void for_exits(Row row, int32_t at, const Body& body) const {
     for (int64_t word = first_word(at); word < words_; ++word) {
       for (uint64_t left = row.bits[word]; left; left &= left - 1) {
-        const int64_t bit = word * 64 + __builtin_ctzll(left);
-        body(static_cast<int32_t>(bit / rests_), static_cast<int32_t>(bit % rests_));
+        const auto& [where, rest] = exit_of_[word * 64 + __builtin_ctzll(left)];
+        body(where, rest);
       }
     }
   }
@@ -142,10 +151,12 @@ class PushdownCanvas {
   }
 
   // The exits of a caller that goes on at `back` after those of a call.
-  void compose(Row to, Row from, int32_t at, int32_t back) {
+  void compose(Row to, Row from, int32_t at, int32_t back, int64_t low = 0) {
+    std::vector<std::pair<Kind, int32_t>> resumed_by(rests_);
+    for (int32_t rest = 0; rest < rests_; ++rest) resumed_by[rest] = resumed(back, rest);
     for_exits(from, at, [&](int32_t where, int32_t rest) {
-      const auto [kind, number] = resumed(back, rest);
-      if (there(kind, where, number)) add(to, exits(kind, where, number), where);
+      const auto [kind, number] = resumed_by[rest];
+      if (there(kind, where, number)) add(to, exits(kind, where, number), where, low);
     });
     for (int32_t rest = 0; rest < rests_; ++rest) {
       const int32_t* further = from.late[rest] <= budget_ ? tokens_.back_cost(back, rest) : nullptr;
@@ -183,7 +194,8 @@ class PushdownCanvas {
           for (const int32_t back : tokens_.returns(tokens_.rule(state))) mark(kState, at, back);
         }
       }
-      for (size_t n = 0; at < length_ && n < here.size(); ++n) mark(outcomes(here[n], at), tokens_.rule(here[n]), at + 1);
+      for (size_t n = 0; at < length_ && n < here.size(); ++n)
+        mark(outcomes(here[n], at), tokens_.rule(here[n]), at + 1);
       allocate(at);
     }
   }
@@ -221,41 +233,57 @@ class PushdownCanvas {
     }
   }
 
+  // Where only masks follow, exits are as far away as one boundary later: all but those at the end are known. Returns
+  // the word from which the others have to be found.
+  int64_t shift(Kind kind, int32_t at, int32_t number) {
+    if (at < tail_ || at == length_ || rests_ >= 64 || !there(kind, at + 1, number)) return 0;
+    const Row to = exits(kind, at, number), from = exits(kind, at + 1, number);
+    const int64_t first = first_word(at + 1);
+    for (int64_t word = first_word(at); word < words_; ++word) {
+      const uint64_t low = word < first ? 0 : from.bits[word] >> rests_;
+      const uint64_t high = word + 1 < words_ && word + 1 >= first ? from.bits[word + 1] << (64 - rests_) : 0;
+      to.bits[word] = low | high;
+    }
+    return first_word(length_);
+  }
+
   void find_exits(int32_t at) {
     Boundary& here = boundaries_[at];
     for (const int32_t state : here.exits[kState].members) {
+      const int64_t low = shift(kState, at, state);
       const Row to = exits(kState, at, state);
       if (tokens_.ends(state)) set(to, at, 0);
       if (at == length_) {
         std::copy(tokens_.cost(state), tokens_.cost(state) + rests_, to.late);
         continue;
       }
-      for (const Outcome outcome : outcomes(state, at)) {
-        if (outcome < 0) {
-          set(to, at + 1, -outcome);
-        } else {
-          const auto [kind, number] = target(outcome);
-          add(to, exits(kind, at + 1, number), at + 1);
-        }
-      }
+      add(to, outcomes(state, at), at + 1, low);
     }
     auto& chains = here.exits[kChain].members;
     std::sort(chains.begin(), chains.end());
-    for (size_t n = 0; n < chains.size(); ++n) slots_[kChain][static_cast<size_t>(at) * sizes_[kChain] + chains[n]] = static_cast<int32_t>(n);
+    for (size_t n = 0; n < chains.size(); ++n) {
+      slots_[kChain][static_cast<size_t>(at) * sizes_[kChain] + chains[n]] = static_cast<int32_t>(n);
+    }
     for (const int32_t chain : chains) {
       const auto& [inner, back] = tokens_.chains()[chain];
       const auto [kind, number] = target(inner);
-      compose(exits(kChain, at, chain), exits(kind, at, number), at, back);
+      const int64_t low = shift(kChain, at, chain);
+      compose(exits(kChain, at, chain), exits(kind, at, number), at, back, low);
     }
     for (const int32_t pair : here.exits[kPair].members) {
-      const Row to = exits(kPair, at, pair);
-      for (const Outcome outcome : tokens_.outcomes_of_pair(pair)) {
-        if (outcome < 0) {
-          set(to, at, -outcome);
-        } else {
-          const auto [kind, number] = target(outcome);
-          add(to, exits(kind, at, number), at);
-        }
+      const int64_t low = shift(kPair, at, pair);
+      add(exits(kPair, at, pair), tokens_.outcomes_of_pair(pair), at, low);
+    }
+  }
+
+  // The exits of what a token leads to, at a boundary.
+  void add(Row to, const std::vector<Outcome>& outcomes, int32_t boundary, int64_t low) {
+    for (const Outcome outcome : outcomes) {
+      if (outcome < 0) {
+        set(to, boundary, -outcome);
+      } else {
+        const auto [kind, number] = target(outcome);
+        add(to, exits(kind, boundary, number), boundary, low);
       }
     }
   }
@@ -277,7 +305,8 @@ class PushdownCanvas {
   // Whether the text may end before the token at a position.
   bool may_end(int32_t at) const {
     if (at >= given_) return true;
-    return canvas_[at] == kMask ? tokens_.has_ends() : canvas_[at] < tokens_.vocabulary() && tokens_.is_end(canvas_[at]);
+    return canvas_[at] == kMask ? tokens_.has_ends()
+                                : canvas_[at] < tokens_.vocabulary() && tokens_.is_end(canvas_[at]);
   }
 
   struct Node {
@@ -294,7 +323,9 @@ class PushdownCanvas {
                     std::vector<int32_t>(rests_, PushdownTokens::kFar), std::vector<int32_t>(rests_, -1)};
     }
     const auto exits_of = [&](int32_t node) { return Row{open[node].bits.data(), open[node].late.data()}; };
-    const auto wanted_of = [&](int32_t node) { return Row{open[node].wanted_bits.data(), open[node].wanted_late.data()}; };
+    const auto wanted_of = [&](int32_t node) {
+      return Row{open[node].wanted_bits.data(), open[node].wanted_late.data()};
+    };
     for (const auto& [state, node] : states_.places(start)) add(exits_of(node), exits(kState, 0, state), 0);
     for (const int32_t node : nodes) {
       for (const auto& [back, beneath] : states_.node(node)) compose(exits_of(beneath), exits_of(node), 0, back);
@@ -317,7 +348,8 @@ class PushdownCanvas {
       }
     }
     for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
-      for (const auto& [back, beneath] : states_.node(*node)) go_back(wanted_of(*node), exits_of(*node), wanted_of(beneath), 0, back);
+      for (const auto& [back, beneath] : states_.node(*node))
+        go_back(wanted_of(*node), exits_of(*node), wanted_of(beneath), 0, back);
     }
     for (const auto& [state, node] : states_.places(start)) {
       if (meets(exits(kState, 0, state), wanted_of(node), 0)) want(wanted(kState, 0, state), wanted_of(node), 0);
@@ -340,6 +372,61 @@ class PushdownCanvas {
     }
   }
 
+  bool equal(Row one, Row other, int32_t at) const {
+    return std::equal(one.bits + first_word(at), one.bits + words_, other.bits + first_word(at)) &&
+           std::equal(one.late, one.late + rests_, other.late);
+  }
+
+  // What is wanted of the calls that begin before a boundary, the outer ones first. Those that go on at the same state
+  // for the same exits are followed together.
+  void want_of_calls(int32_t at) {
+    const auto& chains = boundaries_[at].exits[kChain].members;
+    std::vector<int32_t> depths(chains.size());
+    for (size_t n = 0; n < chains.size(); ++n) {
+      const Outcome inner = tokens_.chains()[chains[n]].inner;
+      const bool nested = PushdownTokens::is_chain(inner);
+      depths[n] = nested ? depths[slot(kChain, at, PushdownTokens::number(inner))] + 1 : 1;
+    }
+    std::vector<uint64_t> bits(2 * words_);
+    std::vector<int32_t> late(2 * static_cast<size_t>(rests_));
+    const Row together{bits.data(), late.data()}, found{bits.data() + words_, late.data() + rests_};
+    for (int32_t depth = chains.empty() ? 0 : *std::max_element(depths.begin(), depths.end()); depth > 0; --depth) {
+      std::vector<std::vector<int32_t>> groups;
+      for (size_t n = 0; n < chains.size(); ++n) {
+        const Row of_chain = wanted(kChain, at, chains[n]);
+        if (depths[n] != depth || !any(of_chain, at)) continue;
+        const auto group = std::find_if(groups.begin(), groups.end(), [&](const std::vector<int32_t>& one) {
+          return tokens_.chains()[one[0]].back == tokens_.chains()[chains[n]].back &&
+                 equal(wanted(kChain, at, one[0]), of_chain, at);
+        });
+        if (group == groups.end()) {
+          groups.push_back({chains[n]});
+        } else {
+          group->push_back(chains[n]);
+        }
+      }
+      for (const auto& group : groups) {
+        std::fill(bits.begin(), bits.end(), 0);
+        std::fill(late.begin(), late.begin() + rests_, PushdownTokens::kFar);
+        std::fill(late.begin() + rests_, late.end(), -1);
+        for (const int32_t chain : group) {
+          const auto [kind, number] = target(tokens_.chains()[chain].inner);
+          add(together, exits(kind, at, number), at);
+        }
+        go_back(found, together, wanted(kChain, at, group[0]), at, tokens_.chains()[group[0]].back);
+        for (const int32_t chain : group) {
+          const auto [kind, number] = target(tokens_.chains()[chain].inner);
+          const Row of_call = wanted(kind, at, number), exits_of_call = exits(kind, at, number);
+          for (int64_t word = first_word(at); word < words_; ++word) {
+            of_call.bits[word] |= found.bits[word] & exits_of_call.bits[word];
+          }
+          for (int32_t rest = 0; rest < rests_; ++rest)
+            of_call.late[rest] = std::max(of_call.late[rest], found.late[rest]);
+        }
+      }
+    }
+  }
+
   void find_fits() {
     fits_.resize(length_);
     std::vector<int8_t> holds;
@@ -355,14 +442,7 @@ class PushdownCanvas {
           want(wanted(kind, at, number), of_pair, at);
         }
       }
-      const auto& chains = here.exits[kChain].members;
-      for (auto chain = chains.rbegin(); chain != chains.rend(); ++chain) {
-        const Row of_chain = wanted(kChain, at, *chain);
-        if (!any(of_chain, at)) continue;
-        const auto& [inner, back] = tokens_.chains()[*chain];
-        const auto [kind, number] = target(inner);
-        go_back(wanted(kind, at, number), exits(kind, at, number), of_chain, at, back);
-      }
+      want_of_calls(at);
       if (at == length_) break;
       const bool masked = canvas_[at] == kMask;
       if (masked) fits_[at].assign(tokens_.classes(), 0);
@@ -404,11 +484,13 @@ class PushdownCanvas {
   const PushdownTokens& tokens_;
   std::vector<int64_t> canvas_;
   int32_t length_, given_, rests_, budget_;
+  int32_t tail_;  // only masks from here on
   int64_t words_;
+  std::vector<std::pair<int32_t, int32_t>> exit_of_;  // of each bit
   int32_t sizes_[kKinds] = {};
   std::vector<int32_t> slots_[kKinds];
   std::vector<Boundary> boundaries_;
-  std::vector<int32_t> done_;  // boundaries where the text may end
+  std::vector<int32_t> done_;               // boundaries where the text may end
   std::vector<std::vector<uint8_t>> fits_;  // of masks, the classes that they may hold
 };
 

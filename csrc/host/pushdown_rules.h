@@ -93,9 +93,8 @@ class PushdownRules {
         if (alive_[state]) continue;
         const int32_t* line = &next_[state * 256];
         alive_[state] = std::any_of(line, line + 256, [&](int32_t to) { return to >= 0 && alive_[to]; }) ||
-                        std::any_of(calls_[state].begin(), calls_[state].end(), [&](const Call& call) {
-                          return alive_[entry_[call.rule]] && alive_[call.back];
-                        });
+                        std::any_of(calls_[state].begin(), calls_[state].end(),
+                                    [&](const Call& call) { return alive_[entry_[call.rule]] && alive_[call.back]; });
         more = more || alive_[state];
       }
     }
@@ -188,7 +187,8 @@ class PushdownRules {
     ends_.resize(states());
     for (int32_t state = 0; state < states(); ++state) {
       for (const Call& call : calls_[state]) returns_[call.rule].push_back(call.back);
-      ends_[state] = std::any_of(silent_[state].begin(), silent_[state].end(), [&](int32_t to) { return accepting_[to]; });
+      ends_[state] =
+          std::any_of(silent_[state].begin(), silent_[state].end(), [&](int32_t to) { return accepting_[to]; });
     }
     for (auto& states : returns_) {
       std::sort(states.begin(), states.end());

@@ -78,7 +78,8 @@ class PushdownStates {
           holds[set] = std::any_of(outcomes.begin(), outcomes.end(), [&](Outcome outcome) {
             if (outcome < 0) return costs_[node][-outcome] <= budget;
             const int32_t number = PushdownTokens::number(outcome);
-            const int32_t* cost = PushdownTokens::is_state(outcome) ? tokens_->cost(number) : tokens_->chain_cost(number);
+            const int32_t* cost =
+                PushdownTokens::is_state(outcome) ? tokens_->cost(number) : tokens_->chain_cost(number);
             return sum(cost, node) <= budget;
           });
         }
@@ -117,7 +118,8 @@ class PushdownStates {
         const std::vector<Edge> edges = nodes_[node];
         for (const auto& [back, beneath] : edges) {
           const int32_t pair = tokens_->pair(back, number);
-          if (pair < 0 || std::find(reached.gone.begin(), reached.gone.end(), Place(pair, beneath)) != reached.gone.end()) {
+          if (pair < 0 ||
+              std::find(reached.gone.begin(), reached.gone.end(), Place(pair, beneath)) != reached.gone.end()) {
             continue;
           }
           reached.gone.emplace_back(pair, beneath);

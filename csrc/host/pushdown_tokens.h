@@ -146,7 +146,8 @@ class PushdownTokens {
         }
       }
       for (size_t n = 0; n < pairs_.size(); ++n) through(sets_[pair_sets_[n]], &pair_costs_[n * width], 0);
-      for (int32_t state = states() - 1; state >= 0; --state) through(following_[state], &state_costs_[state * width], 1);
+      for (int32_t state = states() - 1; state >= 0; --state)
+        through(following_[state], &state_costs_[state * width], 1);
     }
   }
 
@@ -171,7 +172,13 @@ class PushdownTokens::Compiler {
  public:
   Compiler(PushdownTokens& made, const PushdownRules& rules, const std::vector<uint8_t>& text,
            const std::vector<int64_t>& offsets, int64_t max_work)
-      : made_(made), rules_(rules), text_(text), offsets_(offsets), work_(max_work), walk_(rules), tree_(text, offsets) {
+      : made_(made),
+        rules_(rules),
+        text_(text),
+        offsets_(offsets),
+        work_(max_work),
+        walk_(rules),
+        tree_(text, offsets) {
     for (int32_t rule = 0; rule < rules.rules(); ++rule) {
       all_returns_.insert(all_returns_.end(), rules.returns(rule).begin(), rules.returns(rule).end());
     }
@@ -247,7 +254,8 @@ class PushdownTokens::Compiler {
     auto& alive = alive_.emplace_back();
     for (size_t first = 0, last = 0; first < found.size(); first = last) {
       std::vector<Outcome> outcomes;
-      for (; last < found.size() && found[last].first == found[first].first; ++last) outcomes.push_back(found[last].second);
+      for (; last < found.size() && found[last].first == found[first].first; ++last)
+        outcomes.push_back(found[last].second);
       alive.emplace_back(static_cast<int32_t>(found[first].first), set(std::move(outcomes)));
     }
     spend(static_cast<int64_t>(found.size()));
@@ -270,9 +278,8 @@ class PushdownTokens::Compiler {
       const auto first = text_.begin() + offsets_[id] + tree_.length(node), last = text_.begin() + offsets_[id + 1];
       const int32_t number = rest(std::string(first, last));
       const auto& backs = rules_.returns(rule);
-      const bool read = number > 0 && std::any_of(backs.begin(), backs.end(), [&](int32_t back) {
-                          return made_.pair(state(back), number) >= 0;
-                        });
+      const bool read = number > 0 && std::any_of(backs.begin(), backs.end(),
+                                                  [&](int32_t back) { return made_.pair(state(back), number) >= 0; });
       if (read) made.emplace_back(id, number);
     }
     return below_[std::pair(node, rule)] = std::move(made);

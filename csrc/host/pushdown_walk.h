@@ -64,7 +64,8 @@ class PushdownWalk {
   void visit(Reading& reading, int32_t state, int32_t stack, bool fresh, bool anywhere) {
     for (const int32_t here : rules_.silent(state)) {
       reading.open.emplace_back(here, stack);
-      for (const auto& call : rules_.calls(here)) visit(reading, rules_.entry(call.rule), push(call.back, stack), true, anywhere);
+      for (const auto& call : rules_.calls(here))
+        visit(reading, rules_.entry(call.rule), push(call.back, stack), true, anywhere);
     }
     if (fresh || !rules_.ends(state)) return;
     if (std::find(ended_.begin(), ended_.end(), Place(state, stack)) != ended_.end()) return;

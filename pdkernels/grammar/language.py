@@ -197,10 +197,23 @@ def determinised(expression: Expression, source: str) -> _host.ByteAutomaton:
 
 def product(first: _host.ByteAutomaton, second: _host.ByteAutomaton, source: str, *, intersect: bool) -> Expression:
     """The texts of the first automaton that the second one has, or has not."""
+    check_without_calls(first, source)
+    check_without_calls(second, source)
     with _limited(source) as work:
         automaton = first.product(second, intersect, MAX_DETERMINISTIC, work)
     spend(automaton.work // WORK_PER_STEP + automaton.states)
     return Machine(automaton) if automaton.states else NOTHING
+
+
+CALL = 0xFE
+"""The first byte of a call (`calls.py`)."""
+
+
+def check_without_calls(automaton: _host.ByteAutomaton, source: str) -> None:
+    """Refuses calls where texts are compared: an automaton does not know those of a call."""
+    if current().memo.get(CALL) and any(last >= CALL for line in automaton.runs for _, last, _ in line):
+        fault = f"{source} compares the texts of a recursive reference with others, which depth=None does not follow"
+        raise NotImplementedError(sentence(OP, fault, "Pass a depth."))
 
 
 def machine(states: int, edges: Sequence[tuple[int, int, int, int]], accepting: Iterable[int]) -> Machine:

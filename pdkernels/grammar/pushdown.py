@@ -34,9 +34,7 @@ class PushdownGrammar(Grammar):
         if self.rules.looping >= 0:
             fault = f"{names[self.rules.looping]} begins with itself by way of other rules, or after what may be empty"
             raise NotImplementedError(sentence(OP, fault, "Pass a depth, or let it begin with something else."))
-        self._bytes = _host.PushdownTokens(
-            self.rules, [*(bytes([byte]) for byte in range(256)), b""], [256], MAX_WORK
-        )
+        self._bytes = _host.PushdownTokens(self.rules, [*(bytes([byte]) for byte in range(256)), b""], [256], MAX_WORK)
         self._over: WeakKeyDictionary[Any, dict[tuple[int, ...], _host.PushdownTokens]] = WeakKeyDictionary()
 
     def matches(self, text: str) -> bool:

@@ -7,7 +7,18 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from pdkernels.grammar.language import EMPTY, NOTHING, Alt, Expression, Seq, compiled, either, is_nothing, separated
+from pdkernels.grammar.language import (
+    EMPTY,
+    NOTHING,
+    Alt,
+    Expression,
+    Seq,
+    check_without_calls,
+    compiled,
+    either,
+    is_nothing,
+    separated,
+)
 from pdkernels.grammar.products import both, without
 from pdkernels.grammar.schema_keywords import counts
 from pdkernels.grammar.schema_merge import property_of, together, unsupported
@@ -34,6 +45,7 @@ class Objects(Parts):
             return NOTHING if minimum or required else self._enclosed("{", "}", EMPTY)
         if names is not True:
             name_automaton = compiled(names, f"the schema at {place}/propertyNames")
+            check_without_calls(name_automaton, f"the schema at {place}/propertyNames")
             property_schemas = {
                 name: property_schema if name_automaton.accepts(_written(name).encode()) else False
                 for name, property_schema in property_schemas.items()

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import pdkernels as pd
 from pdkernels import cli
 from pdkernels.decoding import Grammar
+from pdkernels.decoding.causal.block_diffusion import BlockSteps
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["a"]}
 RUN = ["generate", "--prompt", "x = ", "--max-new-tokens", "20"]
@@ -73,16 +74,17 @@ def test_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be completed" in CliRunner().invoke(cli.app, short, input="Is it?\n").output
 
 
-def test_the_engine_refuses_methods_that_fill_blocks() -> None:
+def test_the_engine_takes_grammars_of_every_kind_of_method(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = Grammar.choice(["yes", "no"])
-    with pd.Engine(pd.models.load("tiny-trimode")) as engine:
+    with monkeypatch.context() as patched, pd.Engine(pd.models.load("tiny-trimode")) as engine:
+        patched.setattr(BlockSteps, "follows_grammars", False)
         fault = "'block_diffusion' does not follow a grammar in a running batch"
         with pytest.raises(NotImplementedError, match=fault):
             engine.submit("x", "block_diffusion", max_new_tokens=8, grammar=grammar)
     with pd.Engine(pd.models.load("tiny-trimode")) as engine:
         made = [
             engine.submit("x", method, max_new_tokens=8, grammar=grammar)
-            for method in ("jacobi", "linear_self_speculation")
+            for method in ("jacobi", "linear_self_speculation", "block_diffusion")
         ]
         assert all(one.result().text in ("yes", "no") for one in made)
 

@@ -494,6 +494,31 @@ def test_grammars_of_canvases(method: str, options: dict[str, Any]) -> None:
             assert handle.result(60).tokens.equal(generate(model, prompt, method, **limit).tokens)
 
 
+@pytest.mark.parametrize("options", [{}, {"block_size": 8, "threshold": None, "steps_per_block": 3}])
+def test_grammars_of_blocks(options: dict[str, Any]) -> None:
+    """As those of canvases, with several blocks to a text, and a recursive grammar."""
+    model, prompts = pd.models.load("tiny-trimode"), ["a = ", "tree: ", "x"]
+    limit: dict[str, Any] = {"max_new_tokens": 40, **options}
+    rules, pattern = 'start: "[" start "]" start | "x" /[0-9]{3}/', "[0-9]{1,3} = [0-9]{12}\n(x|yz)+"
+    with Engine(model, max_new_tokens=48) as engine:
+        free = [engine.submit(prompt, "block_diffusion", **limit) for prompt in prompts]
+        for fill, temperature in (("each", 0.0), ("joint", 0.0), ("each", 1.0)):
+            for grammar in (
+                pd.decoding.Grammar.regex(pattern, fill=fill),
+                pd.decoding.Grammar.ebnf(rules, depth=None, fill=fill),
+            ):
+                given = {**limit, "grammar": grammar, "temperature": temperature}
+                handles = [
+                    engine.submit(prompt, "block_diffusion", seed=n, **given) for n, prompt in enumerate(prompts)
+                ]
+                for seed, (prompt, handle) in enumerate(zip(prompts, handles, strict=True)):
+                    found, alone = handle.result(60), generate(model, prompt, "block_diffusion", seed=seed, **given)
+                    assert found.tokens.equal(alone.tokens) and grammar.matches(str(found.text))
+                    assert found.stats.forwards == alone.stats.forwards
+        for prompt, handle in zip(prompts, free, strict=True):
+            assert handle.result(60).tokens.equal(generate(model, prompt, "block_diffusion", **limit).tokens)
+
+
 def test_asynchronous_readers() -> None:
     model = pd.models.load("tiny-code")
 

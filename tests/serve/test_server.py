@@ -262,10 +262,11 @@ def test_provisional_text_of_a_method_that_fills_positions_in_any_order(serve: A
     ]
 
 
-@pytest.mark.parametrize("method", ["llada", "fast_dllm"])
+@pytest.mark.parametrize("method", ["llada", "fast_dllm", "block_diffusion"])
 def test_grammars_of_methods_that_fill_canvases(serve: Any, method: str) -> None:
     """Schemas and expressions over HTTP, streamed with what stands at other places."""
-    model, prompt = pd.models.load("tiny-masked"), "482 + 967 = ?"
+    model = pd.models.load("tiny-trimode" if method == "block_diffusion" else "tiny-masked")
+    prompt = "482 + 967 = ?"
     schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
