@@ -12,7 +12,7 @@ from pdkernels._validation import check, check_choice, check_text, check_type, r
 from pdkernels.grammar.budget import MAX_STEPS, Spent, bounded, current
 from pdkernels.grammar.context_free import PrefixAutomaton, checked_rules, tokenizer_of
 from pdkernels.grammar.ebnf import parsed_ebnf
-from pdkernels.grammar.language import OP, TOO_LARGE, Alt, Expression, TooLarge, compiled, text
+from pdkernels.grammar.language import OP, TOO_LARGE, Alt, Expression, TooLarge, compiled, determinised, text
 from pdkernels.grammar.regex import parsed
 from pdkernels.grammar.schema import Schema, Size, parsed_schema
 from pdkernels.grammar.schema_arrays import UnlistedItems
@@ -20,7 +20,7 @@ from pdkernels.grammar.schema_keywords import Unknown, warning_of
 from pdkernels.grammar.vocabulary import Vocabulary, vocabulary_of
 
 _FAR = 2**31 - 1
-MAX_WORK = 14_000_000  # 1.5 s of a slow core
+_MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
 _MAX_CHARACTERS = 100_000  # of a choice
 _SIZES = ((256, 64, 2), (32, 64, 1), (8, 1, 0), (8, 0, 0))
@@ -212,8 +212,6 @@ class Grammar:
         """A grammar of an expression, and of the rules that it calls, if there are any."""
         if len(rules) == 1:
             return cls(rules[0], source, fill)
-        from pdkernels.grammar.pushdown import PushdownGrammar  # which is a Grammar
-
         return PushdownGrammar(rules, names, source, fill)
 
     @classmethod
@@ -243,7 +241,7 @@ class Grammar:
             NotImplementedError: a model without a tokenizer that knows the bytes of its tokens.
         """
         key = (model.config.vocab_size, *end_tokens)
-        automata = self._made.setdefault(owner_of(model), {}) if model.tokenizer is not None else {}
+        automata = self._made.setdefault(_owner(model), {}) if model.tokenizer is not None else {}
         if key not in automata:
             automata[key] = self._compiled(model, end_tokens)
         return automata[key]
@@ -252,7 +250,7 @@ class Grammar:
         vocabulary = self._checked_vocabulary(model, end_tokens)
         automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
         try:
-            token_automaton = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), MAX_WORK)
+            token_automaton = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_WORK)
         except _host.TooLarge:
             fault = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
             raise ValueError(sentence(OP, fault, TOO_LARGE)) from None
@@ -298,14 +296,64 @@ class ContextFreeGrammar(Grammar):
         refuse(
             tokens.skips_space, OP, "Grammar.lark does not know tokenizers that leave out the first space", "Use ebnf."
         )
-        tokenizers = self._tokenizers.setdefault(owner_of(model), {})
+        tokenizers = self._tokenizers.setdefault(_owner(model), {})
         key = (model.config.vocab_size, *end_tokens)
         if key not in tokenizers:
             tokenizers[key] = tokenizer_of(tokens.tokens, end_tokens)
         return PrefixAutomaton(tokenizers[key], self._rules, end_tokens)
 
 
-def owner_of(model: Any) -> Any:
+class PushdownGrammar(Grammar):
+    """A grammar whose rules call each other. Its texts have no bound but the tokens that they may take.
+
+    Args:
+        rules: the whole grammar, and the rules that it calls by their numbers (`calls.call`).
+        names: of the rules, for messages.
+        source, fill: as of `Grammar`.
+    """
+
+    def __init__(self, rules: Sequence[Expression], names: Sequence[str], source: str, fill: Fill = "each") -> None:
+        check_choice(OP, "fill", fill, ("each", "joint"))
+        self.source, self.fill = source, fill
+        with bounded():
+            self._automata = [determinised(rule, source) for rule in rules]
+        self.rules = _host.PushdownRules(self._automata)
+        refuse(self.rules.empty, OP, f"no text satisfies {source}")
+        if self.rules.looping >= 0:
+            fault = f"{names[self.rules.looping]} begins with itself by way of other rules, or after what may be empty"
+            raise NotImplementedError(sentence(OP, fault, "Pass a depth, or let it begin with something else."))
+        self._bytes = _host.PushdownTokens(self.rules, [*(bytes([byte]) for byte in range(256)), b""], [256], _MAX_WORK)
+        self._over: WeakKeyDictionary[Any, dict[tuple[int, ...], _host.PushdownTokens]] = WeakKeyDictionary()
+
+    def matches(self, text: str) -> bool:
+        states = _host.PushdownText(self._bytes)
+        state = states.follow(0, list(text.encode("utf-8", "surrogatepass")))
+        return state >= 0 and states.accepting(state)
+
+    def for_model(self, model: Any, end_tokens: Sequence[int]) -> Any:
+        """A new numbering of the states of one text; what the tokens do is kept, as by `Grammar`."""
+        key = (model.config.vocab_size, *end_tokens)
+        compiled_tokens = self._over.setdefault(_owner(model), {}) if model.tokenizer is not None else {}
+        if key not in compiled_tokens:
+            compiled_tokens[key] = self._compiled_tokens(model, end_tokens)
+        return _host.PushdownText(compiled_tokens[key])
+
+    def _compiled_tokens(self, model: Any, end_tokens: Sequence[int]) -> _host.PushdownTokens:
+        vocabulary = self._checked_vocabulary(model, end_tokens)
+        rules = self.rules
+        if vocabulary.skips_space:
+            rules = _host.PushdownRules([self._automata[0].skipping(32), *self._automata[1:]])
+        try:
+            tokens = _host.PushdownTokens(rules, vocabulary.tokens, list(end_tokens), _MAX_WORK)
+        except _host.TooLarge:
+            fault = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
+            raise ValueError(sentence(OP, fault, TOO_LARGE)) from None
+        least = _host.PushdownText(tokens).distance(0)
+        refuse(least == _FAR, OP, f"the tokens of the model write no text of {self.source}")
+        return tokens
+
+
+def _owner(model: Any) -> Any:
     """The tokenizer of a model. One of transformers, which is adapted anew in each call of `custom_generate`, has it as
     `given`."""
     return getattr(model.tokenizer, "given", model.tokenizer)
