@@ -135,6 +135,11 @@ BROKEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "checkpoint must hold every tensor of its config.json, got none called mask_hidden",
     ),
+    "a mask for one after the other": (
+        {"mask_token_id": 3},
+        NotImplementedError,
+        "config.json: 'mask_token_id' must be absent: what it means is not known here, got 3",
+    ),
     "both norms": ({"norm_before_fc": True, "fc_norm": True}, ValueError, "fc_norm must be False with norm_before_fc"),
 }
 
