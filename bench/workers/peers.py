@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ class Transformers(Engine):
 
 
 class OpenVino(Engine):
-    """Its pipelines read a prompt anew for every answer, so a token's time is that of many less that of one.
+    """Its pipelines read a prompt anew for every answer, so a token's time is taken between two calls of its streamer. Those of a batch
+    have none: there it is the time of many tokens less that of one.
 
     Its setting: properties of the pipeline.
     """
@@ -143,15 +145,37 @@ class OpenVino(Engine):
     def choices(self, tokens: Tokens) -> Tokens:
         return [self.prompt(tokens[:end])[1] for end in range(1, len(tokens) + 1)]
 
-    def generate(self, pipeline: Any, prompt: Tokens, batch: int, new: int, **options: Any) -> tuple[float, Tokens]:
+    def generate(
+        self,
+        pipeline: Any,
+        prompt: Tokens,
+        batch: int,
+        new: int,
+        each: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> tuple[float, Tokens]:
+        """Calls each() after every token."""
         ids = self.numpy.array([prompt] * batch, dtype=self.numpy.int64)
         given = self.api.TokenizedInputs(self.tensor(ids), self.tensor(self.numpy.ones_like(ids)))
         config = self.api.GenerationConfig()
         config.max_new_tokens, config.do_sample, config.ignore_eos = new, False, True
+        streamer = None if each is None else self.streamer(each)
         for name, value in options.items():
             setattr(config, name, value)
-        took, found = self.timed(lambda: pipeline.generate(given, config))
+        took, found = self.timed(lambda: pipeline.generate(given, config, streamer))
         return took, found.tokens[0]
+
+    def streamer(self, each: Callable[[], None]) -> Any:
+        """Calls each() after every token."""
+
+        class Streamer(self.api.StreamerBase):  # type: ignore[name-defined,misc]
+            def write(_self, _token: int) -> Any:
+                each()
+                return self.api.StreamingStatus.RUNNING
+
+            def end(_self) -> None: ...
+
+        return Streamer()
 
     def begin(self, context: Tokens, batch: int) -> None:
         self.context, self.batch = context, batch
@@ -162,6 +186,10 @@ class OpenVino(Engine):
         if len(tokens) > 1:
             raise NotImplementedError("its pipelines do not read several rows after a context")
         given = self.context + tokens
+        if self.batch == 1:
+            called: list[float] = []
+            self.generate(self.plain, given, 1, 1 + self.STEPS, each=lambda: called.append(self.clock()))
+            return 1e3 * (called[-1] - called[1]) / (len(called) - 2)
         # The least of several: what disturbs this one would make a token look cheaper.
         self.base = self.base or min(self.generate(self.plain, given, self.batch, 1)[0] for _ in range(self.BASES))
         many, _ = self.generate(self.plain, given, self.batch, 1 + self.STEPS)
