@@ -119,9 +119,9 @@ class WindowedPool(PagePool):
     def promise(self, need: Mapping[int, int]) -> None:
         """Counts them; MemoryError, if they are too many."""
         for window, pages in need.items():
-            taken = self.promised[window]
-            if taken + pages > self.room(window):
-                actual = f"{pages} beside {taken} of {self.room(window)}"
+            promised = self.promised[window]
+            if promised + pages > self.room(window):
+                actual = f"{pages} beside {promised} of {self.room(window)}"
                 fault = message("cache.WindowedPool", "pages", f"fit those of window {window}", actual)
                 raise MemoryError(fault)
         for window, pages in need.items():
@@ -208,8 +208,8 @@ class PooledWindowedCache(WindowedCache):
 
     def need(self, tokens: int) -> dict[int, int]:
         """How many pages of each group a sequence of so many tokens holds at a time, at most."""
-        whole, rows = -(-tokens // self.page_size), max(self.piece, self.drafts) + self.drafts
-        return {window: min(whole, most_pages(window, rows, self.page_size)) for window in self.turning}
+        all_pages, rows = -(-tokens // self.page_size), max(self.piece, self.drafts) + self.drafts
+        return {window: min(all_pages, most_pages(window, rows, self.page_size)) for window in self.turning}
 
     def promise_row_(self, row: int, need: Mapping[int, int]) -> None:
         """Makes sure that a sequence finds so many pages of each group in `slide_` (`need`). MemoryError, if it may
@@ -229,13 +229,13 @@ class PooledWindowedCache(WindowedCache):
         """The same in the layers with each window, for the first `length` tokens of a sequence that may hold `need`
         pages of each at a time. Of a page that these end in the sequence has a copy."""
         self.promise_row_(row, need)
-        whole, slots = divmod(length, self.page_size)
+        whole_pages, slots = divmod(length, self.page_size)
         for window, group in self.turning.items():
             numbers = windows.get(window, ())
-            group.hold_row_(row, numbers[:whole])
+            group.hold_row_(row, numbers[:whole_pages])
             if slots:
                 (page,) = self.pool.take(window, 1)
-                self.pool.groups[window].copy_slots_(page, numbers[whole], slots)
+                self.pool.groups[window].copy_slots_(page, numbers[whole_pages], slots)
                 group._pages[row].append(page)
                 group._publish()
 

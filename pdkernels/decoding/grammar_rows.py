@@ -77,10 +77,10 @@ class GrammarRows:
                 token if there else MASK
                 for token, there in zip(seen.text[line][start:end], seen.filled[line][start:end], strict=True)
             ]
-            found = filled(text.automaton, canvas, text.start, 0)
+            filled_canvas = filled(text.automaton, canvas, text.start, 0)
             for row, position in enumerate(seen.number[line]):
-                if found and position < len(canvas) and canvas[position] == MASK:
-                    found.allowed(position, _buffer(bits[line, row]))
+                if filled_canvas and position < len(canvas) and canvas[position] == MASK:
+                    filled_canvas.allowed(position, _buffer(bits[line, row]))
 
     def _drafts(self, seen: Seen, bits: Tensor) -> None:
         texts, prompts, lengths, begun = seen.text, seen.prompts, seen.length, seen.new
@@ -144,18 +144,18 @@ class GrammarRows:
         sees: tuple[int, ...],
         position: int,
         before: int,
-        found_of: dict[tuple[int, ...], tuple[int, Filled | None]],
+        filled_of: dict[tuple[int, ...], tuple[int, Filled | None]],
         bits: Tensor,
     ) -> None:
         """A row of a mask: what may stand at its `position` of the tokens that it sees, of which `before` come earlier
         in the text."""
-        if sees not in found_of:
+        if sees not in filled_of:
             canvas = self.canvas(sees)[: max(0, text.limit - before)]
             budget = text.limit - before - len(canvas)
-            found_of[sees] = len(canvas), filled(text.automaton, canvas, state, budget) if state >= 0 else None
-        length, found = found_of[sees]
-        if found and 0 <= position < length:
-            found.allowed(position, _buffer(bits))
+            filled_of[sees] = len(canvas), filled(text.automaton, canvas, state, budget) if state >= 0 else None
+        length, filled_canvas = filled_of[sees]
+        if filled_canvas and 0 <= position < length:
+            filled_canvas.allowed(position, _buffer(bits))
 
     def canvas(self, tokens: Sequence[int]) -> list[int]:
         """Tokens with `MASK` in place of the mask token."""
@@ -175,7 +175,7 @@ class GrammarRows:
         """`after`, with other tokens where those that were filled in at once exclude each other.
 
         Args:
-            known: the new tokens before the canvas.
+            prefix: the new tokens before the canvas.
             before, after: a canvas before and after a step, masks included; positions past the limit of the text do not
                 count.
             confidence: of the filled positions: those of the greatest keep their tokens.
@@ -189,7 +189,7 @@ class GrammarRows:
         start, budget = self._follow(text, text.start, prefix), max(0, room - len(before))
         old, new = self.canvas(before)[:room], self.canvas(after)[:room]
         new_places = [at for at in range(len(new)) if old[at] == MASK != new[at]]
-        if start < 0 or not new_places or filled(text.automaton, new, start, budget, listed=False):
+        if start < 0 or not new_places or filled(text.automaton, new, start, budget, with_tokens=False):
             return result
         bits = torch.zeros(self._width, dtype=torch.int32)
         canvas, order = old, sorted(new_places, key=lambda place: (-confidence[place], place))
@@ -199,18 +199,18 @@ class GrammarRows:
 
         while order:
             # The most of them that fit together: fewer fit where more do.
-            fits, conflict = 0, len(order) + 1
-            while conflict - fits > 1:
-                middle = (fits + conflict) // 2
-                together = filled(text.automaton, with_first(order[:middle]), start, budget, listed=False)
-                fits, conflict = (middle, conflict) if together else (fits, middle)
-            canvas, order = with_first(order[:fits]), order[fits:]
+            fitting, conflict = 0, len(order) + 1
+            while conflict - fitting > 1:
+                middle = (fitting + conflict) // 2
+                together = filled(text.automaton, with_first(order[:middle]), start, budget, with_tokens=False)
+                fitting, conflict = (middle, conflict) if together else (fitting, middle)
+            canvas, order = with_first(order[:fitting]), order[fitting:]
             if order:
                 at, *order = order
-                found = filled(text.automaton, canvas, start, budget)
-                if not found:
+                filled_canvas = filled(text.automaton, canvas, start, budget)
+                if not filled_canvas:
                     return result  # it was lost before this step
-                found.allowed(at, _buffer(bits))
+                filled_canvas.allowed(at, _buffer(bits))
                 result[at] = new[at] = redraw(sequence, at, bits)
                 canvas = [*canvas[:at], new[at], *canvas[at + 1 :]]
         return result
@@ -253,10 +253,10 @@ class GrammarRows:
         text, canvas = self._texts[sequence], self.canvas(tokens)
         masks = [at for at, token in enumerate(canvas) if token == MASK]
         packed = torch.full((len(masks), self._width), -1, dtype=torch.int32)
-        found = filled(text.automaton, canvas, text.start, 0) if text else None
+        filled_canvas = filled(text.automaton, canvas, text.start, 0) if text else None
         for row, at in enumerate(masks):
-            if found:
-                found.allowed(at, _buffer(packed[row]))
+            if filled_canvas:
+                filled_canvas.allowed(at, _buffer(packed[row]))
         return packed
 
     def settled_chunk(
@@ -397,7 +397,7 @@ def _opened(
         refuse(start < 0, _OP, fault)
         tail = session.tails[sequence]
         canvas = [MASK if token == mask_token else token for token in tail]
-        refuse(not filled(automaton, canvas, start, limit - len(tail), listed=False), _OP, fault)
+        refuse(not filled(automaton, canvas, start, limit - len(tail), with_tokens=False), _OP, fault)
         return Text(automaton, grammar.fill, start, limit, grammar.source)
     if method.wing == "planned":  # whose chunks are as long as the plan says
         return Text(automaton, grammar.fill, start, limit, grammar.source)
@@ -406,7 +406,7 @@ def _opened(
     refuse(least > limit, _OP, fault)
     if not ends:
         fault = f"no text of {grammar.source} has exactly {limit} tokens, and no end token may end a shorter one"
-        refuse(not filled(automaton, [MASK] * limit, start, 0, listed=False), _OP, fault)
+        refuse(not filled(automaton, [MASK] * limit, start, 0, with_tokens=False), _OP, fault)
     return Text(automaton, grammar.fill, start, limit, grammar.source)
 
 

@@ -217,13 +217,13 @@ class MethodBatch:
                 raise MemoryError(
                     sentence("Engine", f"a request needs {need} pages of {pages.pool.num_pages}", "Raise cache_tokens.")
                 )
-            fits = pages.keeps(window_need)
+            windows_fit = pages.keeps(window_need)
             pages.pool.hold(held_pages)
             pages.hold_windows(in_windows)
-            enough = fits and pages.reclaim(need - len(prefix.pages))
+            enough = windows_fit and pages.reclaim(need - len(prefix.pages))
             if enough:
-                beginning, more = text[: prefix.length], (prefix.states, in_windows, window_need)
-                staging.begin(prefix.pages, prefix.partial, beginning, len(prompt), room, *more)
+                beginning, windows = text[: prefix.length], (in_windows, window_need)
+                staging.begin(prefix.pages, prefix.partial, beginning, len(prompt), room, prefix.states, *windows)
                 self._stops = self._worth_keeping(memory, request, prefix)
                 pages.blocked = None
             elif pages.blocked is None or request.handle.number < pages.blocked:

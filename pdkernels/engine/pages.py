@@ -195,10 +195,10 @@ def _sizes(
     for texts in ((running + 1) * (1 + keeps), running + 1, *([2] if fitting < least else [])):
         most = {size: most_pages(size, PIECE + _DRAFT, PAGE) * texts + SPARE for size in sizes}
         windows = {size: count for size, count in most.items() if count < pages}
-        left = room - sum(windows[size] * layer_bytes for size in sizes if size in windows)
-        others = model.config.layers - sum(size in windows for size in sizes)
-        by_windows = left // (others * layer_bytes) if others else pages
-        if windows and left >= 0 and by_windows >= max(least, *windows.values()):
+        bytes_left = room - sum(windows[size] * layer_bytes for size in sizes if size in windows)
+        full_layers = model.config.layers - sum(size in windows for size in sizes)
+        by_windows = bytes_left // (full_layers * layer_bytes) if full_layers else pages
+        if windows and bytes_left >= 0 and by_windows >= max(least, *windows.values()):
             return min(pages, by_windows), windows
     return max(least, min(pages, fitting)), {}
 

@@ -165,15 +165,15 @@ class PrefixTree:
         size, at = self.pool.page_size, length
         while at >= SHORTEST:
             last = -(-at // size)
-            missing = [
+            gaps = [
                 number
                 for window in self.groups
                 for number in range(first_page(at, window, size), last)
                 if window not in pages[number].windows
             ]
-            if not missing:
+            if not gaps:
                 return at
-            at = max(missing) * size
+            at = max(gaps) * size
         return 0
 
     def keep(
@@ -320,9 +320,9 @@ class PrefixTree:
             _write(self.pool, new[-1], tensors, "k", "v")
             of_windows = windows[number] if number < len(windows) else None
             for window, pool in self.groups.items():
-                found = of_windows is not None and self.forget_windows(window, 1)
-                in_windows[window] += pool.allocate(1) if found else [pool.scratch]
-                if of_windows is not None and found:
+                has_page = of_windows is not None and self.forget_windows(window, 1)
+                in_windows[window] += pool.allocate(1) if has_page else [pool.scratch]
+                if of_windows is not None and has_page:
                     _write(pool, in_windows[window][-1], of_windows, *names_of(window))
         self.keep(root, text[:end], pages := [*first_pages, *new], windows=in_windows)
         for window, pool in self.groups.items():
@@ -428,8 +428,8 @@ class PrefixTree:
             if page is self._reading:
                 return False
             number, page.number = page.number, -1
-            for window, held in page.windows.items():
-                self.groups[window].release([held])
+            for window, window_page in page.windows.items():
+                self.groups[window].release([window_page])
             page.windows = {}
         del self._pages[page], page.before.after[page.tokens]
         self.states -= len(page.states)

@@ -14,29 +14,29 @@ MASK = -1
 class Filled:
     """A canvas and what may stand in it; false if nothing completes it."""
 
-    def __init__(self, automaton: Any, canvas: Sequence[int], found: Any) -> None:
-        self._automaton, self._canvas, self._found = automaton, canvas, found
+    def __init__(self, automaton: Any, canvas: Sequence[int], completions: Any) -> None:
+        self._automaton, self._canvas, self._completions = automaton, canvas, completions
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._completions)
 
     def allowed(self, position: int, bits: Any) -> None:
         """Writes the bits of the tokens that may stand at a mask."""
-        if isinstance(self._found, _host.PushdownCanvas):
+        if isinstance(self._completions, _host.PushdownCanvas):
             if self._canvas[position] == MASK:
-                self._found.allowed(position, bits)
+                self._completions.allowed(position, bits)
         else:
-            self._automaton.allowed(self._found[position], self._found[position + 1], bits)
+            self._automaton.allowed(self._completions[position], self._completions[position + 1], bits)
 
 
-def filled(automaton: Any, canvas: Sequence[int], state: int, budget: int, *, listed: bool = True) -> Filled:
+def filled(automaton: Any, canvas: Sequence[int], state: int, budget: int, *, with_tokens: bool = True) -> Filled:
     """A canvas after a state, with at most `budget` tokens after it.
 
-    `listed`: whether tokens will be asked for.
+    `with_tokens`: whether tokens will be asked for.
     """
     tokens = list(canvas)
     if isinstance(automaton, _host.PushdownText):
-        return Filled(automaton, tokens, automaton.fill(tokens, state, budget, listed))
+        return Filled(automaton, tokens, automaton.fill(tokens, state, budget, with_tokens))
     return Filled(automaton, tokens, automaton.places(tokens, [state], budget))
 
 
@@ -44,5 +44,5 @@ def completed(automaton: Any, canvas: Sequence[int], state: int, budget: int, sc
     """The tokens of the most probable completion of a canvas, given a row of log-probabilities for each of its masks;
     empty if there is none."""
     start: Any = state if isinstance(automaton, _host.PushdownText) else [state]
-    found: list[int] = automaton.best(list(canvas), start, budget, scores)
-    return found
+    tokens: list[int] = automaton.best(list(canvas), start, budget, scores)
+    return tokens

@@ -132,9 +132,9 @@ class _Compiler(Arrays, Objects):
             if name in flat:
                 return self._choice(flat, name, place)
         if ALSO in flat:
-            (choice, *later_choices), rest = flat[ALSO], Merged({k: v for k, v in flat.items() if k != ALSO})
-            rest.update({ALSO: later_choices} if later_choices else {})
-            return self.value(merged(rest, self._flat(choice, place), place), place)
+            (choice, *later_choices), without_choices = flat[ALSO], Merged({k: v for k, v in flat.items() if k != ALSO})
+            without_choices.update({ALSO: later_choices} if later_choices else {})
+            return self.value(merged(without_choices, self._flat(choice, place), place), place)
         if "const" in flat or "enum" in flat:
             return self._listed(flat, place)
         kinds = kinds_of(flat, place) if "type" in flat or not self._complete else [*KEYWORDS]
@@ -157,8 +157,8 @@ class _Compiler(Arrays, Objects):
         alone = all(name == "$ref" or is_note(name) for name in schema)
         if self._depth is None and self._cycles[reference]:
             text_of_schema = "" if alone else json.dumps(schema, sort_keys=True)
-            inside, there = (target, reference) if alone else ({"allOf": [schema]}, place)
-            return self._called(f"{reference} {text_of_schema}", there, lambda _: self.value(inside, there))
+            called, there = (target, reference) if alone else ({"allOf": [schema]}, place)
+            return self._called(f"{reference} {text_of_schema}", there, lambda _: self.value(called, there))
         if self._depth is not None and level > self._depth:
             return NOTHING
         key = reference, tuple(self._open.get(member, 0) for member in self._cycles[reference])
@@ -171,13 +171,13 @@ class _Compiler(Arrays, Objects):
             self._followed[key] = expression
         return expression
 
-    def _called(self, key: str, place: str, made: Callable[[Expression], Expression]) -> Expression:
+    def _called(self, key: str, place: str, expression_of: Callable[[Expression], Expression]) -> Expression:
         """A call of the rule of a key, made when it is first called: it may call itself."""
         if key not in self._numbers:
             number = self._numbers[key] = len(self.rules)
             self.rules.append(NOTHING)
             self.places.append(place)
-            self.rules[number] = made(call(number))
+            self.rules[number] = expression_of(call(number))
         return call(self._numbers[key])
 
     def _conditional(self, schema: Mapping[str, Any], place: str) -> Expression:

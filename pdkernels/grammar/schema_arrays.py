@@ -45,9 +45,11 @@ class Arrays(Parts):
         unevaluated = schema.get("unevaluatedItems", True)
         if "items" in schema or unevaluated in (True, {}):
             return schema
-        found = [part["contains"] for part in (schema, *schema.get(CONTAINED, ())) if "contains" in part]
-        if self._contains_evaluates and found:
-            unevaluated = {"anyOf": [*found, *([unevaluated] if unevaluated is not False else [])]}
+        contained = [
+            constraint["contains"] for constraint in (schema, *schema.get(CONTAINED, ())) if "contains" in constraint
+        ]
+        if self._contains_evaluates and contained:
+            unevaluated = {"anyOf": [*contained, *([unevaluated] if unevaluated is not False else [])]}
         return {**schema, "items": unevaluated}
 
     def _items(self, schema: Mapping[str, Any], place: str) -> Expression:

@@ -101,10 +101,10 @@ def ranges_of(script: str) -> Ranges | None:
     >>> ranges_of("Hira")[0] == (0x3041, 0x3096), ranges_of("Klingon")
     (True, None)
     """
-    found = next((written for names, written in _SCRIPTS.items() if script in names), None)
-    if found is None:
+    ranges = next((text for names, text in _SCRIPTS.items() if script in names), None)
+    if ranges is None:
         return None
-    bounds = (bound.split("-") for bound in found.split())
+    bounds = (bound.split("-") for bound in ranges.split())
     return tuple((int(bound[0], 16), int(bound[-1], 16)) for bound in bounds)
 
 

@@ -46,9 +46,9 @@ class Steps(ABC):
     any_limit: bool = True
     """Whether a generation may have fewer tokens than `limit`."""
     keeps_pages: bool = False
+    """Whether a step writes to the cache of a sequence that is done as if it continued."""
     follows_grammars: bool = False
     """Whether what is filled at once fits the grammar of `session` in a running batch, too."""
-    """Whether a step writes to the cache of a sequence that is done as if it continued."""
     resumes: bool = False
     """Whether a sequence can leave between two steps and go on later: from its rows of `state`, and the K and V of its
     text, as causal rows of the model give them."""

@@ -25,8 +25,8 @@ def new_pool(
     sizes, where = (page_size, config.kv_heads, config.head_dim), {"dtype": dtype, "device": model.device}
     if window_pages:
         windows = [None if window is None else window.size for window in config.windows]
-        known = [window if window in window_pages else None for window in windows]
-        return WindowedPool(known, num_pages, window_pages, *sizes, **where)
+        pooled_windows = [window if window in window_pages else None for window in windows]
+        return WindowedPool(pooled_windows, num_pages, window_pages, *sizes, **where)
     return PagePool(layers, num_pages, *sizes, **where)
 
 

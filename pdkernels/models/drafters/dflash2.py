@@ -54,7 +54,7 @@ class DFlash2Config(DFlashConfig):
 class DFlash2Layer(Layer):
     """A layer with a convolution before and after attention, and before and after the MLP.
 
-    The taps of both convolutions of a part are parameters ``(2 * taps, hidden_size)``; what a row adds to them is a
+    The taps of both convolutions of a sublayer are parameters ``(2 * taps, hidden_size)``; what a row adds to them is a
     product of its normed input.
     """
 
@@ -62,10 +62,10 @@ class DFlash2Layer(Layer):
         super().__init__(config.body)
         self.taps, self.group = config.conv_taps, config.conv_group
         width = config.body.hidden_size
-        for part in ("attention", "mlp"):
-            self.register_parameter(f"{part}_taps", nn.Parameter(torch.empty(2 * self.taps, width)))
+        for sublayer in ("attention", "mlp"):
+            self.register_parameter(f"{sublayer}_taps", nn.Parameter(torch.empty(2 * self.taps, width)))
             rows = 2 * self.taps * (width // self.group)
-            self.register_parameter(f"{part}_row_taps", nn.Parameter(torch.empty(rows, width)))
+            self.register_parameter(f"{sublayer}_row_taps", nn.Parameter(torch.empty(rows, width)))
 
     def forward(
         self,
@@ -82,10 +82,10 @@ class DFlash2Layer(Layer):
         normed, after = self._convolved("mlp", normed)
         return x, after(self._mlp(normed))
 
-    def _convolved(self, part: str, normed: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The input of a part, and what is done to its output."""
-        before, after = getattr(self, f"{part}_taps").view(2, self.taps, -1)
-        row_taps = linear(normed, getattr(self, f"{part}_row_taps")).unflatten(-1, (2, self.taps, -1))
+    def _convolved(self, sublayer: str, normed: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The input of a sublayer, and what is done to its output."""
+        before, after = getattr(self, f"{sublayer}_taps").view(2, self.taps, -1)
+        row_taps = linear(normed, getattr(self, f"{sublayer}_row_taps")).unflatten(-1, (2, self.taps, -1))
         first, second = row_taps.unbind(-3)
         return self._convolve(normed, before, first), lambda out: self._convolve(out, after, second)
 
@@ -93,9 +93,9 @@ class DFlash2Layer(Layer):
         """The sum over taps of earlier rows of the block, each channel times its tap and its group's."""
         groups = rows.unflatten(-1, (-1, self.group))
         total = torch.zeros_like(groups)
-        for tap, own in enumerate(taps.unflatten(-1, (-1, self.group))):
+        for tap, channel_taps in enumerate(taps.unflatten(-1, (-1, self.group))):
             shifted = F.pad(groups, (0, 0, 0, 0, tap, 0))[:, : rows.shape[1]]
-            total = total + shifted * (own + row_taps[..., tap, :, None])
+            total = total + shifted * (channel_taps + row_taps[..., tap, :, None])
         return total.flatten(-2)
 
 
@@ -134,9 +134,9 @@ class DFlash2Head(DFlashHead):
         super().initialize_()
         taps = self.config.conv_taps
         for layer in self.layers:
-            for part in ("attention", "mlp"):
-                cast(Tensor, getattr(layer, f"{part}_row_taps")).zero_()
-                cast(Tensor, getattr(layer, f"{part}_taps")).zero_()[::taps] = 1.0
+            for sublayer in ("attention", "mlp"):
+                cast(Tensor, getattr(layer, f"{sublayer}_row_taps")).zero_()
+                cast(Tensor, getattr(layer, f"{sublayer}_taps")).zero_()[::taps] = 1.0
 
     def walk(self, hidden: Tensor, known: Tensor, head: Any = None) -> Walk:
         """As of `DFlashHead`: the scores of a row's candidates, after the token before; other tokens have -inf."""

@@ -114,14 +114,14 @@ class DSparkHead(DFlashHead):
 class _Biased:
     """The walk of a `DSparkHead`."""
 
-    def __init__(self, head: DSparkHead, hidden: Tensor, known: Tensor, shared: Any) -> None:
+    def __init__(self, head: DSparkHead, hidden: Tensor, known_token: Tensor, shared: Any) -> None:
         self._head, self._kind, self._first = head, head.config.markov_kind, head.config.first
         self._normed = head.normed(hidden)
         self._logits = head.scores(self._normed[:, self._first :], shared)
         if self._kind == "rnn":
             self._state = self._normed.new_zeros(len(hidden), 1, head.config.markov_rank)
             if self._first:  # the row of the known token moves the state, and guesses nothing
-                self._moved(0, F.embedding(known, cast(Tensor, head.markov_in)))
+                self._moved(0, F.embedding(known_token, cast(Tensor, head.markov_in)))
 
     def __call__(self, number: int, previous: Tensor) -> Tensor:
         head, row = self._head, self._first + number

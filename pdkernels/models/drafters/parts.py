@@ -80,8 +80,8 @@ def vocabulary_of(weights: Weights, size: int, target_size: int) -> Tensor:
         return ids
     offsets = weights.whole("d2t")
     check(offsets.shape == (size,), OP, "d2t", f"have shape ({size},)", tuple(offsets.shape))
-    whole = not (offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool)
-    check(whole, OP, "d2t", "hold integers", offsets.dtype)
+    integral = not (offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool)
+    check(integral, OP, "d2t", "hold integers", offsets.dtype)
     ids = ids + offsets.long()
     low, high = (int(end) for end in ids.aminmax())
     check(low >= 0 and high < target_size, OP, "d2t", f"lead to ids in 0 .. {target_size - 1}", f"{low}..{high}")

@@ -41,13 +41,13 @@ _NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_sof
 
 def _checked_fields(fields: Fields, head_fields: Fields, published: bool, kind: str, layers: int) -> None:
     """Refuses what is not followed."""
-    own = OWN_FIELDS.get(kind, ())
+    kind_fields = OWN_FIELDS.get(kind, ())
     if not published:
-        refuse_others(fields, (*_FIELDS, *own))
+        refuse_others(fields, (*_FIELDS, *kind_fields))
         return
-    for part in (fields, head_fields):
+    for section in (fields, head_fields):
         for name, neutral in _NEUTRAL.items():
-            value = part.values.get(name, neutral)
+            value = section.values.get(name, neutral)
             demand(value == neutral, name, f"be absent or {neutral}", shown(value))
     refuse_others(head_fields, (*_RELEASED, *OWN_FIELDS[DFLASH2], *_NEUTRAL))
     made_for = fields.integer("num_target_layers", layers)
@@ -62,7 +62,7 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     inner, head_fields = (
         (fields, fields.part("dflash_config")) if published else (fields.part("transformer_layer_config"), fields)
     )
-    if published and any(name in part.values for part in (fields, head_fields) for name in OWN_FIELDS[DFLASH2]):
+    if published and any(name in section.values for section in (fields, head_fields) for name in OWN_FIELDS[DFLASH2]):
         kind = DFLASH2
     _checked_fields(fields, head_fields, published, kind, sizes.layers)
     sliding = [each for each in inner.get("layer_types") or [] if each != "full_attention"]

@@ -41,10 +41,10 @@ _BOOKKEEPING = (
 """Fields that say nothing of the forward: versions, training, how servers verify."""
 
 
-def refuse_others(fields: Fields, known: tuple[str, ...]) -> None:
-    """Refuses what is neither known nor bookkeeping: another version of the format may mean anything by it."""
+def refuse_others(fields: Fields, supported: tuple[str, ...]) -> None:
+    """Refuses what is neither supported nor bookkeeping: another version of the format may mean anything by it."""
     for name, value in fields.values.items():
-        if name not in known and name not in _BOOKKEEPING:
+        if name not in supported and name not in _BOOKKEEPING:
             expectation = "be absent: what it means is not known here"
             raise NotImplementedError(message(OP, f"{fields.where}: {shown(name)}", expectation, shown(value)))
 
@@ -77,7 +77,7 @@ def own_options(kind: str, fields: Fields) -> dict[str, Any]:
         }
     if kind == DFLASH2:
         defaults = {"conv_taps": 2, "conv_group": 16, "selector_rank": 256, "candidates": 16}
-        return {own: fields.integer(name, defaults[own]) for name, own in _DFLASH2_FIELDS.items()}
+        return {option: fields.integer(name, defaults[option]) for name, option in _DFLASH2_FIELDS.items()}
     return {}
 
 
@@ -87,7 +87,7 @@ def written_options(config: DFlashConfig) -> dict[str, Any]:
         values = (config.markov_rank, config.markov_kind, config.confidence, config.confidence_reads_token)
         return dict(zip(_DSPARK_FIELDS, values, strict=True))
     if isinstance(config, DFlash2Config):
-        return {name: getattr(config, own) for name, own in _DFLASH2_FIELDS.items()}
+        return {name: getattr(config, option) for name, option in _DFLASH2_FIELDS.items()}
     return {}
 
 
@@ -96,11 +96,11 @@ def layer_additions(config: DFlashConfig, prefix: str, source_prefix: str) -> It
     if not isinstance(config, DFlash2Config):
         return
     taps, width = config.conv_taps, config.body.hidden_size
-    for part in ("attention", "mlp"):
-        source = f"{source_prefix}{part}_conv."
-        yield f"{prefix}{part}_taps", {f"{source}base_kernel": (2, taps, width)}
+    for sublayer in ("attention", "mlp"):
+        source = f"{source_prefix}{sublayer}_conv."
+        yield f"{prefix}{sublayer}_taps", {f"{source}base_kernel": (2, taps, width)}
         rows = 2 * taps * (width // config.conv_group)
-        yield f"{prefix}{part}_row_taps", {f"{source}kernel_projection.weight": (rows, width)}
+        yield f"{prefix}{sublayer}_row_taps", {f"{source}kernel_projection.weight": (rows, width)}
 
 
 def head_additions(config: DFlashConfig) -> Iterator[tuple[str, Parts]]:

@@ -138,8 +138,8 @@ def load_drafter(
 def _check_tokenizer(folder: Path, target: Any) -> None:
     """Refuses a drafter that brings another tokenizer than the target's."""
     text = member(folder, "tokenizer.json")
-    if text is not None and isinstance(own := getattr(target, "tokenizer", None), JsonTokenizer):
-        alike = same_tokens(own, JsonTokenizer(text, end_tokens=()))
+    if text is not None and isinstance(tokenizer := getattr(target, "tokenizer", None), JsonTokenizer):
+        alike = same_tokens(tokenizer, JsonTokenizer(text, end_tokens=()))
         check(alike, OP, "drafter", "have the target's tokenizer", "another one in its tokenizer.json")
 
 
@@ -210,7 +210,7 @@ def save_drafter(
     else:
         layout = dflash_folder.layout(config)
     sources = dict(layout.parts())
-    numbers = layout._replace(parts=lambda: ((name, own) for name, own in sources.items() if name not in packed))
+    numbers = layout._replace(parts=lambda: ((name, source) for name, source in sources.items() if name not in packed))
     state = {name: tensor.detach() for name, tensor in head.named_parameters()}
     tensors = {name: tensor.contiguous() for name, tensor in numbers.scatter(state).items()}
     unquantised = [name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dim() == 2]
