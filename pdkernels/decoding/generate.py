@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message
-from pdkernels.decoding.grammar_rows import opened
 from pdkernels.decoding.method import SHARED, Method
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.options import check_options, refuse_settings
 from pdkernels.decoding.request import Overflow, check_model, finished, open_session
+from pdkernels.decoding.session_grammars import opened
 from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.filters import Filters
 from pdkernels.generation.logprobs import WrittenLogProbs

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels.decoding.grammar_rows import GrammarRows
 from pdkernels.generation.filters import unpacked
+from pdkernels.generation.grammar_rows import GrammarRows
 
 Draw = Callable[[int, int, Tensor], Tensor]
 """From the number of a sequence, a row of its logits and these logits ``(1, 1, V)`` to a token ``(1, 1)``."""

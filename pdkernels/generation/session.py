@@ -12,6 +12,7 @@ import torch
 from pdkernels._validation import refuse, sentence
 from pdkernels.cache import PagePool
 from pdkernels.generation.filters import Filters
+from pdkernels.generation.grammar_rows import GrammarRows
 from pdkernels.generation.logprobs import WrittenLogProbs
 from pdkernels.generation.noise import checked_seeds
 from pdkernels.generation.params import DEFAULTS, SamplingParams
@@ -117,7 +118,7 @@ class Session:
         self.adapters: list[Any] | None = None  # of each sequence, None for the model alone
         self.sheds = False  # whether paged layers with a window may keep only what rows to come can see
         self.pool: PagePool | None = None  # where the cache of a running batch takes its pages from
-        self.grammar: Any = None  # a GrammarRows (decoding/grammar_rows.py), or None
+        self.grammar: GrammarRows | None = None
         self.stops = Stops()
         self.stopped = [False] * self.batch  # by one of these
         self.on_tokens = on_tokens

@@ -14,8 +14,8 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import Grammar, generate
-from pdkernels.decoding.grammar_rows import GrammarRows
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation.grammar_rows import GrammarRows
 from pdkernels.generation.prefixes import Prefixes
 from tests.support.drafters import dflash_head, eagle_head, mtp_head, small_drafter
 from tests.support.grammars import all_grammars

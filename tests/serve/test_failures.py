@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.decoding.grammar_rows import GrammarRows
+from pdkernels.generation.grammar_rows import GrammarRows
 from tests.serve.clients import Chatting
 
 httpx = pytest.importorskip("httpx")

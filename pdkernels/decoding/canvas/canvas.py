@@ -279,6 +279,7 @@ class Canvas(CanvasRecord):
             guesses = self._as_model(guesses, logits)
         self._look_for_broken(guesses, step)
         if self._guessed is not None:
+            assert self._session.grammar is not None
             canvases = [canvas.tolist() for canvas in self._canvases()]
             ids, probs = joint_guesses(self._session.grammar, canvases, self._guessed, guesses.ids, guesses.probs)
             guesses = guesses._replace(ids=ids, probs=probs)
@@ -417,6 +418,7 @@ class Canvas(CanvasRecord):
             **rule,
         )
         if before is not None and self._guessed is not None and ranking is not None:
+            assert self._session.grammar is not None
             settle_(self._session.grammar, self._canvases(), before, self._guessed, ranking)
         if self._plain is not None:
             tokens = self.tokens.gather(1, step.positions.clamp(min=0))

@@ -21,6 +21,7 @@ from pdkernels.decoding.canvas.canvas import share
 from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding.grammar_fill import Guessed, joint_guesses, settle_
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, unfinished
+from pdkernels.generation.grammar_rows import GrammarRows
 from pdkernels.generation.noise import (
     OWN,
     banned_tokens,
@@ -197,10 +198,10 @@ class BlockSteps(Steps):
             entry.taking > 0
         )
         number = self.passes.clamp(max=len(self.quotas) - 1)
-        guessed = None
-        if self.session.grammar is not None:
-            guessed, before = self._what_is_guessed(hidden), block.tolist()
-            ids, confidence = joint_guesses(self.session.grammar, before, guessed, ids, confidence)
+        guessed, grammar = None, self.session.grammar
+        if grammar is not None:
+            guessed, before = self._what_is_guessed(grammar, hidden), block.tolist()
+            ids, confidence = joint_guesses(grammar, before, guessed, ids, confidence)
         masked = block[:, filled:] == self.mask_token
         done = unmask_(
             block[:, filled:],
@@ -212,8 +213,8 @@ class BlockSteps(Steps):
             threshold=self.threshold,
             backend=backend_of(confidence.dtype),
         )
-        if guessed is not None:
-            settle_(self.session.grammar, list(block), before, guessed, confidence)
+        if grammar is not None and guessed is not None:
+            settle_(grammar, list(block), before, guessed, confidence)
         if self.session.likely is not None:
             unfiltered = self.session.plain(model.logits(hidden))[:, filled:]
             tokens, places = block[:, filled:], self.cache.lengths[:, None] + self.slot[filled:]
@@ -222,13 +223,11 @@ class BlockSteps(Steps):
         self._found(no_choice, done.committed)
         self._look()
 
-    def _what_is_guessed(self, hidden: torch.Tensor) -> Guessed:
-        """For a grammar, with the rows of `hidden` of a filtered model."""
+    def _what_is_guessed(self, grammar: GrammarRows, hidden: torch.Tensor) -> Guessed:
+        """For `grammar`, with the rows of `hidden` of a filtered model."""
         logits = suppress_(self.model.logits(hidden[:, self.filled :]), self.mask_token)
         # The filter of these logits has read the blocks before this one; the session of a running batch has no texts.
-        prefix = [
-            self.session.grammar.committed(sequence)[:count] for sequence, count in enumerate(self.written.tolist())
-        ]
+        prefix = [grammar.committed(sequence)[:count] for sequence, count in enumerate(self.written.tolist())]
         places = self.slot[self.filled :].expand(len(hidden), -1)
 
         def draw(sequence: int, row: int, allowed: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from pdkernels._validation import refuse
 from pdkernels.decoding.planned._text import PlannedText
 from pdkernels.generation.filters import unpacked
+from pdkernels.generation.grammar_rows import GrammarRows
 from pdkernels.generation.session import Session
 
 Draw = Callable[[int, int, Tensor], int]
@@ -24,7 +24,8 @@ class ChunkGrammar:
         self, session: Session, texts: Sequence[PlannedText], live: Sequence[list[int]], mask_token: int, pad: int
     ) -> None:
         self._texts, self._live, self._mask, self._pad = texts, live, mask_token, pad
-        self._grammar: Any = session.grammar
+        assert session.grammar is not None
+        self._grammar = session.grammar
         for text, chunks in zip(texts, live, strict=True):
             for chunk in chunks:
                 check_room(self._grammar, text, chunk)
@@ -64,7 +65,7 @@ class ChunkGrammar:
                 first = last + 2
 
 
-def check_room(grammar: Any, text: PlannedText, chunk: int) -> None:
+def check_room(grammar: GrammarRows, text: PlannedText, chunk: int) -> None:
     """Refuses a chunk that is shorter than every text of the grammar."""
     (least, source), length = grammar.least(text.sequence), len(text.chunks[chunk])
     fault = f"the plan asks for a chunk of {length} tokens, and {source} takes {least} at least"

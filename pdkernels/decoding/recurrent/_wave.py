@@ -213,6 +213,7 @@ class Wave:
     def append_forced(self, session: Session, widths: Sequence[int]) -> bool:
         """Appends the tokens that grammars force after the inputs of the waves, as far as these stay. Whether there
         were any."""
+        assert session.grammar is not None
         inputs, remaining, changed = self.tokens.tolist(), self.remaining.tolist(), False
         for sequence, width in enumerate(widths):
             if width == 0:
