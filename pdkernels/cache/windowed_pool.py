@@ -235,9 +235,9 @@ class PooledWindowedCache(WindowedCache):
             group.hold_row_(row, numbers[:whole_pages])
             if slots:
                 (page,) = self.pool.take(window, 1)
-                self.pool.groups[window].copy_slots_(page, numbers[whole_pages], slots)
                 group._pages[row].append(page)
                 group._publish()
+                self.pool.groups[window].copy_slots_(page, numbers[whole_pages], slots)
 
     def resize_row_(self, row: int, tokens: int) -> None:
         """Makes a sequence own exactly the pages that `tokens` tokens need in the layers that see all; with 0 tokens, in

@@ -220,18 +220,17 @@ class MethodBatch:
             windows_fit = pages.keeps(window_need)
             pages.pool.hold(held_pages)
             pages.hold_windows(in_windows)
-            enough = windows_fit and pages.reclaim(need - len(prefix.pages))
-            if enough:
+            try:
+                if not (windows_fit and pages.reclaim(need - len(prefix.pages))):
+                    memory.lacks(request.handle.number)
+                    return False
                 beginning, windows = text[: prefix.length], (in_windows, window_need)
                 staging.begin(prefix.pages, prefix.partial, beginning, len(prompt), room, prefix.states, *windows)
                 self._stops = self._worth_keeping(memory, request, prefix)
                 pages.blocked = None
-            elif pages.blocked is None or request.handle.number < pages.blocked:
-                pages.blocked = request.handle.number
-            pages.pool.release(held_pages)
-            pages.release_windows(in_windows)
-            if not enough:
-                return False
+            finally:
+                pages.pool.release(held_pages)
+                pages.release_windows(in_windows)
             length = prefix.length
         elif staging.in_pieces:
             owner = request.session.model, *memory.root(request.session)
@@ -293,6 +292,7 @@ class MethodBatch:
                 if not self._begin(self.waiting[0], memory, metrics):
                     return 0
             except BaseException as error:
+                batch.staging.drop()
                 self._ended(self.waiting.popleft(), None, metrics, error=error)
                 return 1
             self.prefilling = self.waiting.popleft()
@@ -347,8 +347,10 @@ class MethodBatch:
         assert self.batch is not None
         request = self.running.pop(row)
         try:
-            self._keep_answer(memory, request, row)
-            forwards = self.batch.retire(row)
+            try:
+                self._keep_answer(memory, request, row)
+            finally:  # whatever that raises, the row is free
+                forwards = self.batch.retire(row)
         except BaseException as error:
             _ended(request, None, metrics, error=error)
             return

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from functools import partial
 from typing import Any
 
 import torch
 
-from pdkernels._validation import refuse
+from pdkernels._validation import refuse, sentence
 from pdkernels.cache.windowed_pool import PIECE, SPARE, most_pages
 from pdkernels.engine.disk import Piece, PrefixFolder, Rows, Written, rows_of_states, states_of_rows
 from pdkernels.engine.metrics import EngineMetrics
@@ -25,6 +26,9 @@ PAGE = 64
 """Tokens of a page: with smaller ones attention on a CPU is slower."""
 _DRAFT = 64
 """Rows of the longest draft that pages of layers with windows are counted for; a method with a longer one needs more."""
+_ALONE = 5.0
+"""Seconds after which a request that finds too few pages, while no other has some, is refused. Only a thread that copies
+a page for the folder may hold one then, for less."""
 
 
 class Memory:
@@ -58,6 +62,8 @@ class Memory:
         self.folder: PrefixFolder | None = None
         self.method_batches: list[Any] = []
         """Those with requests."""
+        self._alone = -1, 0.0
+        """The last request that has found too few pages, and since when no other has had any."""
         if not hasattr(model, "new_pool") or lacking(model, "new_cache", ("pool",)):
             refuse(not by_default, "Engine", "cache_tokens is for a model with pages of K and V", "Pass None.")
             refuse(folder is not None, "Engine", "prefix_dir is for a model with pages of K and V", "Pass None.")
@@ -145,6 +151,20 @@ class Memory:
             and self.shared_pages.blocked is not None
             and self.shared_pages.blocked < number
         )
+
+    def lacks(self, number: int) -> None:
+        """Says that a request has found too few pages, so that it waits, and no younger one begins before it.
+
+        Raises:
+            MemoryError: no other request has pages, for some seconds, so that it would wait for ever.
+        """
+        tree, now = self.pages, time.monotonic()
+        tree.blocked = number if tree.blocked is None else min(number, tree.blocked)
+        if self._alone[0] != number or any(batch.busy for batch in self.method_batches):
+            self._alone = number, now
+        if now - self._alone[1] > _ALONE:
+            fault = f"request {number} finds too few pages, and no other request has any to give back"
+            raise MemoryError(sentence("Engine", fault, "Make a new engine."))
 
     def waiting(self, numbers: set[int]) -> None:
         """Says which requests wait."""

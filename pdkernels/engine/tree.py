@@ -312,24 +312,25 @@ class PrefixTree:
         self.pool.hold(first_pages)
         end = first = len(first_pages) * size
         in_windows = {window: [pool.scratch] * len(first_pages) for window, pool in self.groups.items()}
-        for number, tensors in enumerate(rows):
-            if not self.reclaim(1):
-                break
-            new += self.pool.allocate(1)
-            end += tensors["k"].shape[1]
-            _write(self.pool, new[-1], tensors, "k", "v")
-            of_windows = windows[number] if number < len(windows) else None
-            for window, pool in self.groups.items():
-                has_page = of_windows is not None and self.forget_windows(window, 1)
-                in_windows[window] += pool.allocate(1) if has_page else [pool.scratch]
-                if of_windows is not None and has_page:
-                    _write(pool, in_windows[window][-1], of_windows, *names_of(window))
-        self.keep(root, text[:end], pages := [*first_pages, *new], windows=in_windows)
-        for window, pool in self.groups.items():
-            pool.release(in_windows[window])
-        if states is not None and states[0] <= end:
-            self.keep(root, text[: states[0]], pages, states[1])
-        self.pool.release(pages)
+        try:
+            for number, tensors in enumerate(rows):
+                if not self.reclaim(1):
+                    break
+                new += self.pool.allocate(1)
+                _write(self.pool, new[-1], tensors, "k", "v")
+                end += tensors["k"].shape[1]
+                of_windows = windows[number] if number < len(windows) else None
+                for window, pool in self.groups.items():
+                    has_page = of_windows is not None and self.forget_windows(window, 1)
+                    in_windows[window] += pool.allocate(1) if has_page else [pool.scratch]
+                    if of_windows is not None and has_page:
+                        _write(pool, in_windows[window][-1], of_windows, *names_of(window))
+            self.keep(root, text[:end], pages := [*first_pages, *new], windows=in_windows)
+            if states is not None and states[0] <= end:
+                self.keep(root, text[: states[0]], pages, states[1])
+        finally:
+            self.pool.release([*first_pages, *new])
+            self.release_windows(in_windows)
         return end - first
 
     def _walk(self, root: Root, text: Sequence[int]) -> tuple[list[Page], Page | None, int]:
