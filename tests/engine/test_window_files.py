@@ -23,6 +23,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 16},
     "Gemma3Text": {"sliding_window": 40, **MIXED, "head_dim": 16, "query_pre_attn_scalar": 16},
     "Olmo3": {"sliding_window": 40, **MIXED},
+    "Olmo3, as it is published": {
+        "sliding_window": 40,
+        "num_hidden_layers": 4,
+        "rope_scaling": {**YARN, "attention_factor": 1.2},
+    },
     "GptOss": {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16},
 }
 
@@ -33,7 +38,9 @@ def test_files_of_families_with_windows(family: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr("pdkernels.engine.pages.PAGE", 8)
     for module in ("pdkernels.engine.pages", "pdkernels.cache.windowed_pool"):
         monkeypatch.setattr(f"{module}.PIECE", 64)
-    model = small(family, max_position_embeddings=768, eos_token_id=5, **FAMILIES[family]).requires_grad_(False)
+    model = small(family.split(",")[0], max_position_embeddings=768, eos_token_id=5, **FAMILIES[family]).requires_grad_(
+        False
+    )
     model.save_pretrained(tmp_path)
     own = models.load(tmp_path)
     text = [(7 * i) % 50 + 3 for i in range(450)]
