@@ -23,8 +23,8 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "end_tokens": ()}
 def test_adapters_of_a_model_with_windows(tmp_path: Path) -> None:
     """The same prompt with each, together and then again, after a restart too."""
     model, text, names = model_with((Window(16), None)), drawn(1, 297), [None, "small", "wide"]
-    for seed, name in enumerate(names[1:]):
-        load_adapter(model, name, random_adapter(model, tmp_path / str(name), (4, 24)[seed], seed, size=0.3))
+    for adapter, rank in {"small": 4, "wide": 24}.items():
+        load_adapter(model, adapter, random_adapter(model, tmp_path / adapter, rank, seed=rank, size=0.3))
     expected = [generate(model, text, adapter=name, **GREEDY).tokens for name in names]
     assert len({tuple(tokens.tolist()) for tokens in expected}) == 3
     for known in (0, 296):
