@@ -154,7 +154,7 @@ class Grammar:
         annotated: Unknown = {}
         full_size = Size(longest, _checked_depth(depth))
         most = current().steps + _MAX_TRIALS
-        size, sizes = full_size, list(_smaller(full_size)) if fit else []
+        size, sizes = full_size, _smaller(full_size) if fit else []
         while True:
             try:
                 with current().at_most(min(_MAX_TRIAL, most - current().steps) if fit else MAX_STEPS):
