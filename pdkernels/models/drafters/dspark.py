@@ -20,6 +20,8 @@ from pdkernels.models.drafters.dflash import DFlashConfig, DFlashHead, Walk
 
 _OP = "models.DSparkConfig"
 MarkovKind: TypeAlias = Literal["vanilla", "gated", "rnn"]
+MIXES: dict[MarkovKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (2, 3)}
+"""How many vectors of `markov_rank` the mixing matrix reads beside the row, and how many it gives."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class DSparkHead(DFlashHead):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         rank, width = config.markov_rank, config.body.hidden_size
-        mixed, mixes = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (2, 3)}[config.markov_kind]
+        mixed, mixes = MIXES[config.markov_kind]
         sizes: dict[str, tuple[int, ...] | None] = {
             "markov_in": (config.body.vocab_size, rank),
             "markov_out": (config.draft_vocab_size, rank),

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pdkernels._validation import message
 from pdkernels.models.drafters.dflash import DFlashConfig, DFlashHead
 from pdkernels.models.drafters.dflash2 import DFlash2Config, DFlash2Head
-from pdkernels.models.drafters.dspark import DSparkConfig, DSparkHead, MarkovKind
+from pdkernels.models.drafters.dspark import MIXES, DSparkConfig, DSparkHead, MarkovKind
 from pdkernels.models.files.fields import OP, Fields, demand, shown
 from pdkernels.models.files.layout import Parts
 
@@ -117,10 +117,9 @@ def head_additions(config: DFlashConfig) -> Iterator[tuple[str, Parts]]:
     if rank:
         yield "markov_in", {"markov_head.markov_w1.weight": (vocabulary, rank)}
         yield "markov_out", {"markov_head.markov_w2.weight": (config.draft_vocab_size, rank)}
-        name, reads, mixes = {"gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 2, 3)}.get(
-            config.markov_kind, ("", 0, 0)
-        )
-        if name:
+        reads, mixes = MIXES[config.markov_kind]
+        if mixes:
+            name = {"gated": "gate_proj", "rnn": "joint_proj"}[config.markov_kind]
             yield "markov_mix", {f"markov_head.{name}.weight": (mixes * rank, width + reads * rank)}
             yield "markov_mix_bias", {f"markov_head.{name}.bias": (mixes * rank,)}
     if config.confidence:
