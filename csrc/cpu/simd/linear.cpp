@@ -322,7 +322,7 @@ void stream_outputs(const LinearArgs& args, const X* x, int64_t x_stride, const 
           const bool turns = o + further >= outputs && end < args.width;
           const W* next = turns ? own + (o + further - outputs) * stride + end : own + (o + further) * stride + begin;
           Later<kFetchesInOrder && rows == 1 && group == 1> later{reinterpret_cast<const char*>(next),
-                                               stride * static_cast<int64_t>(sizeof(W))};
+                                                                  stride * static_cast<int64_t>(sizeof(W))};
           for (int64_t at = begin; at < end; at += depth) {
             multiply_strip<rows, count.kCount>(x, x_stride, own + o * stride, stride, at, smaller(at + depth, end),
                                                sums.at + o, later);
