@@ -60,6 +60,24 @@ void check_states(const TokenAutomaton& automaton, const std::vector<int32_t>& s
   }
 }
 
+// What tokens write, one after another; `ends` must write nothing.
+struct TokenTexts {
+  TokenTexts(const std::string& owner, const std::vector<py::bytes>& tokens, const std::vector<int64_t>& ends) {
+    for (const py::bytes& token : tokens) {
+      const std::string text(token);
+      bytes.insert(bytes.end(), text.begin(), text.end());
+      offsets.push_back(static_cast<int64_t>(bytes.size()));
+    }
+    for (const int64_t id : ends) {
+      if (id >= 0 && id + 1 < static_cast<int64_t>(offsets.size()) && offsets[id + 1] == offsets[id]) continue;
+      throw std::invalid_argument("pdkernels." + owner + ": ends must be tokens without bytes.");
+    }
+  }
+
+  std::vector<uint8_t> bytes;
+  std::vector<int64_t> offsets{0};  // of each token, and of the end
+};
+
 int32_t* bits_of(const TokenAutomaton& automaton, const py::buffer_info& bits) {
   if (bits.itemsize != 4 || bits.size != automaton.words() || (bits.ndim == 1 && bits.strides[0] != 4)) {
     throw std::invalid_argument("pdkernels.TokenAutomaton: bits must be a row of int32, one for 32 tokens.");
@@ -191,21 +209,10 @@ Example:
 )")
       .def(py::init([](const ByteAutomaton& automaton, const std::vector<py::bytes>& tokens,
                        const std::vector<int64_t>& ends, int64_t max_work) {
-             std::vector<uint8_t> text;
-             std::vector<int64_t> offsets{0};
-             for (const py::bytes& token : tokens) {
-               const std::string bytes(token);
-               text.insert(text.end(), bytes.begin(), bytes.end());
-               offsets.push_back(static_cast<int64_t>(text.size()));
-             }
-             for (const int64_t id : ends) {
-               if (id < 0 || id + 1 >= static_cast<int64_t>(offsets.size()) || offsets[id + 1] > offsets[id]) {
-                 throw std::invalid_argument("pdkernels.TokenAutomaton: ends must be tokens without bytes.");
-               }
-             }
+             const TokenTexts texts("TokenAutomaton", tokens, ends);
              if (automaton.states() == 0) throw std::invalid_argument("pdkernels.TokenAutomaton: no text is accepted.");
              const py::gil_scoped_release release;
-             return TokenAutomaton(automaton, text, offsets, ends, max_work);
+             return TokenAutomaton(automaton, texts.bytes, texts.offsets, ends, max_work);
            }),
            py::arg("automaton"), py::arg("tokens"), py::arg("ends"), py::arg("max_work"))
       .def_property_readonly("states", &TokenAutomaton::states, "States that tokens reach.")

@@ -37,22 +37,11 @@ int32_t* bits_of(const PushdownTokens& tokens, const py::buffer_info& bits) {
 
 std::shared_ptr<PushdownTokens> pushdown_tokens(const PushdownRules& rules, const std::vector<py::bytes>& tokens,
                                                 const std::vector<int64_t>& ends, int64_t max_work) {
-  std::vector<uint8_t> text;
-  std::vector<int64_t> offsets{0};
-  for (const py::bytes& token : tokens) {
-    const std::string bytes(token);
-    text.insert(text.end(), bytes.begin(), bytes.end());
-    offsets.push_back(static_cast<int64_t>(text.size()));
-  }
-  for (const int64_t id : ends) {
-    if (id < 0 || id + 1 >= static_cast<int64_t>(offsets.size()) || offsets[id + 1] > offsets[id]) {
-      throw std::invalid_argument("pdkernels.PushdownTokens: ends must be tokens without bytes.");
-    }
-  }
+  const TokenTexts texts("PushdownTokens", tokens, ends);
   if (rules.empty()) throw std::invalid_argument("pdkernels.PushdownTokens: no text is accepted.");
   if (rules.looping() >= 0) throw std::invalid_argument("pdkernels.PushdownTokens: a rule begins with itself.");
   const py::gil_scoped_release release;
-  return std::make_shared<PushdownTokens>(rules, text, offsets, ends, max_work);
+  return std::make_shared<PushdownTokens>(rules, texts.bytes, texts.offsets, ends, max_work);
 }
 
 void bind_pushdown(py::module_& m) {
