@@ -120,7 +120,7 @@ Example:
           py::arg("max_states"), py::arg("max_work"),
           "The automaton of an expression of `pdkernels.grammar.language`. TooLarge says of what there is too much: "
           "\"levels\" inside each other, states that it is \"unfolded\" to or that its \"texts\" have, \"states\", "
-          "\"work\".")
+          "\"work\"; and after a space how many steps it took to find that.")
       .def_static("unfolded", &unfolded_states, py::arg("expression"), py::arg("max_unfolded"), py::arg("max_of_texts"),
                   py::arg("max_work"),
                   "States of the nondeterministic automaton of an expression. TooLarge: as by `of`.")

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <stdexcept>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -33,9 +34,11 @@ struct ByteAutomaton {
   }
 };
 
+// Says of what there is too much, and the steps that were taken until then, if they were counted.
 class TooLarge : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit TooLarge(const std::string& bound, int64_t work = 0)
+      : std::runtime_error(work > 0 ? bound + " " + std::to_string(work) : bound) {}
 };
 
 namespace automaton_detail {
@@ -133,10 +136,10 @@ std::vector<int32_t> useful(const std::vector<uint8_t>& accepting, Successors&& 
 }  // namespace automaton_detail
 
 // State 0 is the start. States from which no text is accepted are left out; without any, the result has no states.
-// TooLarge: more than `max_states`, or more than `max_work` steps of the construction.
+// TooLarge: more than `max_states`, or more than `max_work` steps, `work` of which were taken before.
 inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& edges,
                                  const std::vector<std::pair<int32_t, int32_t>>& empty, int32_t start, int32_t accept,
-                                 int64_t max_states, int64_t max_work) {
+                                 int64_t max_states, int64_t max_work, int64_t work = 0) {
   std::vector<uint8_t> kept(states, 0);
   kept[accept] = 1;
   const automaton_detail::Grouped<ByteEdge> leaving(states, edges, [](const ByteEdge& edge) { return edge.from; });
@@ -156,7 +159,6 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
     for (int32_t byte = firsts[part]; byte < end; ++byte) part_of[byte] = static_cast<int32_t>(part);
   }
 
-  int64_t work = 0;
   automaton_detail::Closure closure(states, empty, kept);
   std::unordered_map<std::vector<int32_t>, int32_t, automaton_detail::HashOfStates> known;
   std::vector<const std::vector<int32_t>*> sets;
@@ -164,7 +166,7 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
   const auto number = [&](std::vector<int32_t> set) {
     const auto [place, fresh] = known.emplace(std::move(set), static_cast<int32_t>(sets.size()));
     if (fresh) {
-      if (static_cast<int64_t>(sets.size()) >= max_states) throw TooLarge("states");
+      if (static_cast<int64_t>(sets.size()) >= max_states) throw TooLarge("states", work);
       sets.push_back(&place->first);
     }
     return place->second;
@@ -189,7 +191,7 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
         line[part] =
             part > 0 && targets[part] == targets[part - 1] ? line[part - 1] : number(closure.of(targets[part], work));
       }
-      if (work > max_work) throw TooLarge("work");
+      if (work > max_work) throw TooLarge("work", work);
     }
   }
 
@@ -231,7 +233,7 @@ inline ByteAutomaton product(const ByteAutomaton& first, const ByteAutomaton& se
     const auto [place, fresh] = known.emplace(static_cast<int64_t>(to) * (second.states() + 1) + beside + 1,
                                               static_cast<int32_t>(pairs.size()));
     if (fresh) {
-      if (static_cast<int64_t>(pairs.size()) >= max_states) throw TooLarge("states");
+      if (static_cast<int64_t>(pairs.size()) >= max_states) throw TooLarge("states", all.work);
       pairs.emplace_back(to, beside);
     }
     return place->second;
@@ -254,7 +256,7 @@ inline ByteAutomaton product(const ByteAutomaton& first, const ByteAutomaton& se
     }
     all.accepting.push_back(first.accepting[here] && (other >= 0 && second.accepting[other]) == intersect);
     all.work += 256;
-    if (all.work > max_work) throw TooLarge("work");
+    if (all.work > max_work) throw TooLarge("work", all.work);
   }
   const std::vector<int32_t> place = automaton_detail::useful(all.accepting, [&](int32_t state, auto&& use) {
     all.runs(state, [&](int32_t, int32_t, int32_t to) { use(to); });

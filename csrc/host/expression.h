@@ -102,13 +102,13 @@ class Unfolding {
   using States = std::map<int64_t, int32_t>;  // by the number of items before them
 
   int32_t state() {
-    if (states_ >= max_states_) throw TooLarge("unfolded");
+    if (states_ >= max_states_) throw TooLarge("unfolded", work);
     return static_cast<int32_t>(states_++);
   }
 
   void spend(int64_t steps) {
     work += steps;
-    if (work > max_work_) throw TooLarge("work");
+    if (work > max_work_) throw TooLarge("work", work);
   }
 
   // The state that goes on as these do.
@@ -133,7 +133,7 @@ class Unfolding {
     const auto known = starts_.find(key);
     if (known != starts_.end()) return known->second;
     spend(1);
-    if (++levels_ > kMaxLevels) throw TooLarge("levels");
+    if (++levels_ > kMaxLevels) throw TooLarge("levels", work);
     const int32_t start = added(expression_.parts[number], number, end);
     --levels_;
     starts_.emplace(key, start);
@@ -297,10 +297,8 @@ class Unfolding {
 inline ByteAutomaton automaton_of(const Expression& expression, int64_t max_unfolded, int64_t max_states,
                                   int64_t max_work) {
   const Unfolding unfolding(expression, max_unfolded, max_work);
-  ByteAutomaton automaton = determinise(unfolding.states(), unfolding.edges, unfolding.empty, unfolding.start,
-                                        unfolding.end, max_states, max_work - unfolding.work);
-  automaton.work += unfolding.work;
-  return automaton;
+  return determinise(unfolding.states(), unfolding.edges, unfolding.empty, unfolding.start, unfolding.end, max_states,
+                     max_work, unfolding.work);
 }
 
 }  // namespace pdkernels

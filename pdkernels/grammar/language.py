@@ -17,6 +17,8 @@ MAX_STATES = 150_000
 MAX_DETERMINISTIC = 32_768
 _MAX_OF_TEXTS = 65_536
 """Of the automaton of a list of texts: 64 MiB."""
+_MANY = 16
+"""Texts that have an automaton of their own, as in host_expression.h."""
 _MAX_WORK = 20_000_000
 TOO_LARGE = "Shorten its repetitions, or set longest for those of a schema."
 
@@ -167,9 +169,8 @@ def _limited(source: str) -> Iterator[int]:
     try:
         yield work
     except _host.TooLarge as error:
-        bound = str(error)
-        if bound == "work" and work < _MAX_WORK:
-            spend(work // WORK_PER_STEP + 1)
+        bound, _, steps = str(error).partition(" ")
+        spend(int(steps or 0) // WORK_PER_STEP + 1)
         refuse(bound == "levels", OP, f"{source} has too many levels inside each other")
         check_size(bound == "unfolded", f"{source} unfolds to more than {MAX_STATES} states")
         check_size(bound == "texts", f"the automaton of {source} has more than {_MAX_OF_TEXTS} states")
@@ -185,6 +186,20 @@ def compiled(expression: Expression, source: str) -> _host.ByteAutomaton:
     automaton = determinised(expression, source)
     refuse(automaton.states == 0, OP, f"no text satisfies {source}")
     return automaton
+
+
+def one_of(texts: tuple[str, ...], source: str) -> Expression:
+    """One of some texts: of many their smallest automaton, which is made once in a compile."""
+    if len(texts) < _MANY:
+        return Alt(tuple(map(text, texts)))
+    memo, key = current().memo, ("texts", texts)
+    if key not in memo:
+        with _limited(source):
+            automaton = _host.ByteAutomaton.of_texts([characters.encode() for characters in texts], _MAX_OF_TEXTS)
+        spend(sum(map(len, texts)) // WORK_PER_STEP + automaton.states)
+        memo[key] = Machine(automaton)
+    expression: Expression = memo[key]
+    return expression
 
 
 def determinised(expression: Expression, source: str) -> _host.ByteAutomaton:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pdkernels._validation import check, check_type, sentence
-from pdkernels.grammar.budget import spend
+from pdkernels.grammar.budget import current, spend
 from pdkernels.grammar.calls import call
 from pdkernels.grammar.language import (
     NOTHING,
@@ -73,6 +73,20 @@ def parsed_schema(
         ValueError: not a JSON schema.
         NotImplementedError: a keyword that is not followed.
     """
+    memo, key = current().memo, ("schema", id(schema))
+    if key not in memo:
+        memo[key] = schema, _read(schema)
+    root = memo[key][1]
+    try:
+        compiler = _Compiler(root, whitespace, size, {} if unknown is None else unknown, complete, any_order)
+        compiler.rules[0] = compiler.value(root, "#")
+        return compiler.rules, ["the schema", *(f"the schema at {place}" for place in compiler.places)]
+    except RecursionError:
+        raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
+
+
+def _read(schema: Schema | str) -> Schema:
+    """The schema as JSON, checked."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -81,14 +95,10 @@ def parsed_schema(
     check_type(isinstance(schema, (Mapping, bool)), OP, "schema", "be a dict", type(schema).__name__)
     check_values(schema)
     schema_text = json.dumps(schema) if isinstance(schema, Mapping) else ""
-    if '"$id"' in schema_text:  # a part that is there twice may have two bases
-        schema = json.loads(schema_text)
-    try:
-        compiler = _Compiler(schema, whitespace, size, {} if unknown is None else unknown, complete, any_order)
-        compiler.rules[0] = compiler.value(schema, "#")
-        return compiler.rules, ["the schema", *(f"the schema at {place}" for place in compiler.places)]
-    except RecursionError:
-        raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
+    if '"$id"' not in schema_text:
+        return schema
+    parted: Schema = json.loads(schema_text)  # a part that is there twice may have two bases
+    return parted
 
 
 class _Compiler(Arrays, Objects):
@@ -263,7 +273,7 @@ class _Compiler(Arrays, Objects):
         constraints = {name: value for name, value in schema.items() if name not in ("enum", "const", "not", "type")}
         spend(len(values))
         if not constraints or not values:
-            return Alt(tuple(map(self._exactly, values)))
+            return self._one_of(values, place)
         spoken = [kind for kind, keywords in KEYWORDS.items() if keywords & constraints.keys()]
         spoken = spoken if kinds is None else kinds_of({"type": kinds}, place)
         branches, checked_values = list[Expression](), list[Any]()

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from pdkernels._validation import refuse
+from pdkernels.grammar.budget import current
 from pdkernels.grammar.language import (
     EMPTY,
     OP,
@@ -21,6 +22,7 @@ from pdkernels.grammar.language import (
     Subsequence,
     either,
     normal,
+    one_of,
     optional,
     text,
 )
@@ -65,6 +67,12 @@ class Parts:
         raise NotImplementedError
 
     def _exactly(self, value: Any) -> Expression:
+        if isinstance(value, str):  # the same expression all through a compile
+            memo, key = current().memo, ("exactly", self._complete, value)
+            if key not in memo:
+                memo[key] = quoted(text(value), complete=True) if self._complete else text(_json(value))
+            written: Expression = memo[key]
+            return written
         if isinstance(value, Mapping):
             pairs = [Seq((self._exactly(name), self._colon, self._exactly(item))) for name, item in value.items()]
             if self._any_order:
@@ -72,12 +80,20 @@ class Parts:
             return self._enclosed("{", "}", self._joined(pairs))
         if isinstance(value, list):
             return self._enclosed("[", "]", self._joined([self._exactly(item) for item in value]))
-        if self._complete and isinstance(value, str):
-            return quoted(text(value), complete=True)
-        literal = text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        literal = text(_json(value))
         if not self._complete or type(value) not in (int, float) or value != value // 1:
             return literal
         return Alt((literal, Seq((text(str(int(value))), POINTED))))
+
+    def _one_of(self, values: Sequence[Any], place: str) -> Expression:
+        """One of some values. Those that are written in one way are one expression all through a compile."""
+        simple = {
+            value: _json(value)
+            for value in values
+            if isinstance(value, str) and (not self._complete or (value.isascii() and value.isprintable()))
+        }
+        others = [self._exactly(value) for value in values if not isinstance(value, str) or value not in simple]
+        return either([*others, *([one_of(tuple(simple.values()), f"the schema at {place}")] if simple else [])])
 
     def _joined(self, items: Sequence[Expression]) -> Expression:
         return Seq(
@@ -135,6 +151,10 @@ class Parts:
             return Seq((Repeat(Seq((self._comma, other_item)), 0, None), following))
 
         return later(0, 0)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _characters(expression: Expression) -> Ranges:

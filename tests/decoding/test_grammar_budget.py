@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pdkernels.decoding import Grammar
+from pdkernels.grammar import schema as schema_module
+from pdkernels.grammar import schema_parts
 from pdkernels.grammar.budget import Abandoned, bounded
 from pdkernels.grammar.recursion import cycles
 from tests.support.grammar_texts import drawn
@@ -198,3 +201,39 @@ def test_cycles() -> None:
             name: [other for other in names if other in reached[name] and name in reached[other]] for name in names
         }
         assert cycles(uses) == expected
+
+
+def test_what_fails_costs_its_steps() -> None:
+    """A pattern whose automaton doubles with each repetition is given up after as many steps as it took."""
+    with bounded() as budget, pytest.raises(ValueError, match="too large"):
+        Grammar.regex("(a|b)*a(a|b){20}")
+    assert budget.steps > 10_000
+
+
+def test_sizes_that_are_tried_share_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema is checked once, and many listed values become one automaton once, however many sizes are tried."""
+    seen = Counter[str]()
+
+    def counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: seen.update([name]) or plain(*given)
+
+    monkeypatch.setattr(schema_module, "check_values", counted("checks", schema_module.check_values))
+    monkeypatch.setattr(schema_parts, "one_of", counted("lists", schema_parts.one_of))
+    listed = {"enum": [f"value {n:03d}" for n in range(200)]}
+    large = {"type": "string", "maxLength": 20_000}
+    with bounded() as budget, pytest.warns(UserWarning, match="needs too many states"):
+        Grammar.json_schema({"properties": {"a": listed, "b": large}}, fit=True)
+    assert seen["checks"] == 1 and seen["lists"] > 1  # several sizes
+    assert sum(key[0] == "texts" for key in budget.memo if isinstance(key, tuple)) == 1
+
+
+@pytest.mark.parametrize("texts", ["usual", "all"])
+def test_many_listed_values_are_written_as_few_are(texts: Any) -> None:
+    values = [*(f'a "{n}"\\' for n in range(20)), "é", "\n", "\x7f", 7, -0.0, None, {"a": "é"}, ["b", 1.0]]
+    many = Grammar.json_schema({"enum": values}, texts=texts)
+    for value in values:
+        alone = Grammar.json_schema({"const": value}, texts=texts)
+        for form in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+            assert many.matches(form) == alone.matches(form)
+        assert many.matches(json.dumps(value, ensure_ascii=False))
+    assert not many.matches('"a \\"20\\"\\\\"')
