@@ -42,6 +42,7 @@ class AttentionArguments(NamedTuple):
     block_k: int
     scale: float
     sinks: Tensor | None = None
+    softcap: float = 0.0
 
     @property
     def plan(self) -> PlanArguments:
@@ -90,6 +91,7 @@ class SpeculativeArguments(NamedTuple):
     cu_seqlens: Tensor | None = None
     max_new: int = 0
     sinks: Tensor | None = None
+    softcap: float = 0.0
     # Of the op that appends alone.
     counts: Tensor | None = None
     source_index: Tensor | None = None
@@ -161,6 +163,24 @@ def checked_scale(op: str, scale: float | None, q: Tensor) -> float:
     check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
     check(-LARGEST <= scale <= LARGEST, op, "scale", "be finite in float32", scale)
     return float(scale) if isinstance(scale, int) else scale
+
+
+def checked_softcap(op: str, softcap: float | None) -> float:
+    """`softcap` as the ops take it: 0 for none."""
+    if softcap is None:
+        return 0.0
+    check_type(isinstance(softcap, (int, float)), op, "softcap", "be a number or None", type(softcap).__name__)
+    check(0 < softcap <= LARGEST, op, "softcap", "be positive and finite in float32", softcap)
+    return float(softcap)
+
+
+def refuse_softcap(op: str, softcap: float) -> None:
+    """Only the CPU's kernels and the references cap scores."""
+    if softcap:
+        remedy = "Pass backend='reference', or run it on the CPU."
+        raise NotImplementedError(
+            message(op, "softcap", "be None for kernels of Triton and for gradients", softcap, remedy)
+        )
 
 
 def check_input(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Call .contiguous() on it.") -> None:

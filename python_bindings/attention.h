@@ -21,7 +21,8 @@ struct AttentionInputs {
   PlanInputs plan;
   double scale;
   OptionalTensor sinks;
-  auto fields() const { return std::tie(q, k, v, plan, scale, sinks); }
+  double softcap;
+  auto fields() const { return std::tie(q, k, v, plan, scale, sinks, softcap); }
 };
 
 struct GradientInputs {
@@ -43,9 +44,10 @@ struct SpeculativeInputs {
   OptionalTensor block_table, starts, cu_seqlens;
   int64_t max_new;
   OptionalTensor sinks;
+  double softcap;
   auto fields() const {
     return std::tie(q, k_new, v_new, k_cache, v_cache, lengths, plan, scale, block_table, starts, cu_seqlens, max_new,
-                    sinks);
+                    sinks, softcap);
   }
 
   bool packed() const { return cu_seqlens.has_value(); }
@@ -140,6 +142,8 @@ inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const
   args.batch = in.q.size(0), args.q_len = in.q.size(1), args.q_heads = in.q.size(2), args.head_dim = in.q.size(3);
   args.kv_len = in.k.size(1), args.kv_heads = in.k.size(2);
   args.block_q = in.plan.block_q, args.block_k = in.plan.block_k, args.scale = static_cast<float>(in.scale);
+  args.softcap = static_cast<float>(in.softcap);
+  PDK_CHECK(args.softcap >= 0);
   require_sizes(args);
   const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
     return heads_view(device, t, in.q.scalar_type(), args.batch, tokens, heads, args.head_dim);
@@ -213,9 +217,9 @@ void unpack_speculative(const SpeculativeInputs<Cache>& in, const Tensor& out, c
   const bool packed = in.packed();
   const SameDevice device(in.q);
   args.codes = in.k_cache.scalar_type() == ScalarType::Char;
-  unpack_attention(
-      {as_entry(in.q, packed), as_entry(in.k_new, packed), as_entry(in.v_new, packed), in.plan, in.scale, in.sinks},
-      as_entry(out, packed), lse, args, args.codes);
+  unpack_attention({as_entry(in.q, packed), as_entry(in.k_new, packed), as_entry(in.v_new, packed), in.plan, in.scale,
+                    in.sinks, in.softcap},
+                   as_entry(out, packed), lse, args, args.codes);
   if (packed) {
     args.batch = in.cu_seqlens->size(0) - 1, args.q_len = args.kv_len = in.max_new;
     args.row_begins = index_view(device, in.cu_seqlens, 1, args.batch + 1);

@@ -24,6 +24,7 @@ inline std::tuple<Tensor, Tensor> block_sparse_attention(const AttentionInputs& 
 inline std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(const GradientInputs& in) {
   const Tensor& q = in.forward.q;
   AttentionGradArgs args;
+  PDK_CHECK(in.forward.softcap == 0);
   unpack_attention(in.forward, in.out, in.lse, args);
   const SameDevice device(q);
   unpack_plan(device, in.forward.plan, args);

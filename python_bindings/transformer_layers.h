@@ -49,7 +49,8 @@ inline void unpack_attention(const LayersInputs& in, const BindInputs& bound, Tr
   }
   attention.q_heads = bound.heads, attention.kv_heads = bound.kv_heads, attention.head_dim = bound.head_dim;
   attention.block_q = in.plan.block_q, attention.block_k = in.plan.block_k;
-  attention.scale = static_cast<float>(bound.scale), attention.sinks = nullptr, attention.sinks_stride = 0;
+  attention.scale = static_cast<float>(bound.scale), attention.softcap = 0;
+  attention.sinks = nullptr, attention.sinks_stride = 0;
   require_sizes(attention);
   unpack_plan(device, in.plan, attention);
   unpack_prefix(device, dtype, torch::stable::select(in.k_cache, 0, in.first),

@@ -7,7 +7,13 @@ from torch import Tensor
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of ``softmax(scale q k^T + mask) v``; autograd differentiates both.
 
@@ -18,6 +24,7 @@ def block_sparse_attention(
         scale: None means ``head_dim ** -0.5``.
         sinks: ``(q_heads,)``: another score of every row of a head, not scaled, whose value is zero; it is in the softmax and in
             the log-sum-exp. None: no head has one.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
 
     Returns:
         ``out`` like q, and the natural log-sum-exp of the visible scores ``(batch, q_heads, q_len)``, in float32 for
@@ -38,6 +45,8 @@ def block_sparse_attention(
     if finite and q.dtype == torch.float16 and not torch.compiler.is_compiling() and not bool(scores.isfinite().all()):
         scores = queries.float() @ keys.float().transpose(2, 3) * scale  # beyond the range of float16
     scores = scores.to(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:  # the last column
         column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)

@@ -25,6 +25,7 @@ def speculative_attention(
     block_table: Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: each new token attends to its sequence's whole prefix and to the new tokens in its row of the mask.
 
@@ -45,6 +46,7 @@ def speculative_attention(
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
         scale: None means ``head_dim ** -0.5``.
         sinks: ``(q_heads,)``: another score of every row of a head, not scaled, whose value is zero. None: no head has one.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
 
     Returns:
         ``out`` like q, and the natural log-sum-exp ``(batch, q_heads, new)``, in float32 for half precision. Rows that see
@@ -80,7 +82,7 @@ def speculative_attention(
             packed = cu_seqlens is not None and starts.shape == (1, len(q))
             first = starts[0, own] if packed else starts[b].expand(new)
             mask = mask & (torch.arange(length + new, device=q.device) >= first[:, None])
-        rows, sums = block_sparse_attention(queries.unsqueeze(0), k, v, mask, scale, sinks)
+        rows, sums = block_sparse_attention(queries.unsqueeze(0), k, v, mask, scale, sinks, softcap)
         out.append(rows.to(q.dtype))
         lse.append(sums)
     if not out:
@@ -107,6 +109,7 @@ def speculative_attention_append_(
     block_table: Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """As above, and new token ``source_index[b, i]`` goes to position ``lengths[b] + i`` of the cache, for ``i < counts[b]``.
 
@@ -123,7 +126,7 @@ def speculative_attention_append_(
         tensor([0., 6., 7., 0.])
     """
     options: dict[str, Any] = {"starts": starts, "cu_seqlens": cu_seqlens, "block_table": block_table, "scale": scale}
-    options["sinks"] = sinks
+    options |= {"sinks": sinks, "softcap": softcap}
     results = speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, tail_mask, **options)
     if cu_seqlens is not None:  # a row of its own for each token, and padding rows after them
         tokens = cu_seqlens.diff()

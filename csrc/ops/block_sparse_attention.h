@@ -69,6 +69,7 @@ struct AttentionArgs {
   Bitmaps bitmaps;
   int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim, block_q, block_k;
   float scale;
+  float softcap;       // scores lie between its negative and it: softcap tanh(score / softcap); 0: anywhere
   const float* sinks;  // of each head, a score without a value that every row sees; or nullptr
   int64_t sinks_stride;
 

@@ -22,7 +22,9 @@ from pdkernels._attention import (
     check_plan,
     checked_scale,
     checked_sinks,
+    checked_softcap,
     refuse_float64,
+    refuse_softcap,
 )
 from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
 from pdkernels.backends import Backend
@@ -42,14 +44,16 @@ DIFFERENTIABLE = ("q", "k", "v")
 @overload
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, *,
-    scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
+    scale: float | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    return_lse: Literal[False] = ..., backend: Backend = ...
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, *,
-    scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True], backend: Backend = ...
+    scale: float | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    return_lse: Literal[True], backend: Backend = ...
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -61,6 +65,7 @@ def block_sparse_attention(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -80,6 +85,8 @@ def block_sparse_attention(
         sinks: ``(q_heads,)``, any floating-point dtype: one more score for each row of a head, not scaled and without a
             value, so that the weights of the values sum to less than 1, as in gpt-oss. -inf means none. None: no head
             has one. Differentiable.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)``, as in Gemma 2; sinks do not. None: they stay. On
+            the CPU alone, and without gradients.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
@@ -92,7 +99,7 @@ def block_sparse_attention(
         ValueError: shapes or strides that do not fit, a plan for other lengths, another batch or another device.
         TypeError: dtypes that do not fit, a mask instead of a plan.
         NotImplementedError: a backend that does not serve the device; a second derivative, one in forward mode or one
-            by ``torch.func`` (the reference has them all).
+            by ``torch.func``; a soft cap on a GPU, or with a gradient (the reference has them all).
 
     Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the
     rest of the batch. ``torch.compile`` sees one op.
@@ -124,7 +131,9 @@ def block_sparse_attention(
             "Build the mask for these lengths; pack(..., length=n) pads one.",
         )
     check_flag(OP, "return_lse", return_lse)
-    arguments = AttentionArguments(q, k, v, *plan.arguments, checked_scale(OP, scale, q), checked_sinks(OP, sinks, q))
+    arguments = AttentionArguments(
+        q, k, v, *plan.arguments, checked_scale(OP, scale, q), checked_sinks(OP, sinks, q), checked_softcap(OP, softcap)
+    )
     out, lse = call(attention_op, arguments, q, backend)
     return (out, lse) if return_lse else out
 
@@ -152,6 +161,7 @@ def _fake(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(arguments: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     _check(arguments.forward)
+    refuse_softcap(f"{OP}_backward", arguments.forward.softcap)
     q, rows = arguments.forward.q, arguments.forward.lse_shape
     for name, x, shape, dtype in (
         ("grad_out", arguments.grad_out, q.shape, q.dtype),
@@ -175,7 +185,7 @@ def _fake_backward(arguments: GradientArguments) -> tuple[Tensor, Tensor, Tensor
 def _reference(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
     mask = dense_plan(arguments.plan, arguments.q.shape[1], arguments.k.shape[1])
     results: tuple[Tensor, Tensor] = reference.block_sparse_attention(
-        *arguments[:3], mask, arguments.scale, arguments.sinks
+        *arguments[:3], mask, arguments.scale, arguments.sinks, arguments.softcap
     )
     return results
 
@@ -192,6 +202,7 @@ def _reference_backward(arguments: GradientArguments) -> tuple[Tensor, Tensor, T
 
 
 def _triton(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+    refuse_softcap(OP, arguments.softcap)
     from pdkernels.ops._gluon import forward_for
 
     specialised = forward_for(arguments)
@@ -298,10 +309,11 @@ class _Attention(torch.autograd.Function):
 def _autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
     refuse_tangents(OP, arguments)
     if torch.is_grad_enabled():
-        structure: tuple[Any, ...] = AttentionArguments(*arguments)  # with those that are left out, which do not arrive
+        structure = AttentionArguments(*arguments)  # with those that are left out, which do not arrive
         if any([structure[i] is not None and structure[i].requires_grad for i in (*DIFFERENTIATED, SINKS)]):
             if torch._C._are_functorch_transforms_active():
                 refuse_transforms(OP, "q, k, v and sinks")
+            refuse_softcap(OP, structure.softcap)
             refuse_inference(OP, structure)
             results: tuple[Tensor, Tensor] = _Attention.apply(*structure)  # type: ignore[no-untyped-call]
             return results

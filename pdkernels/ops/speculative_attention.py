@@ -30,7 +30,9 @@ from pdkernels._attention import (
     check_quantized,
     checked_scale,
     checked_sinks,
+    checked_softcap,
     refuse_float64,
+    refuse_softcap,
 )
 from pdkernels._validation import check_flag, check_index, check_type, fail, integer, message, refuse_tangents
 from pdkernels.backends import Backend
@@ -217,6 +219,7 @@ def by_reference(op: str, given: SpeculativeArguments) -> tuple[Tensor, Tensor]:
 def by_triton(op: str, given: SpeculativeArguments) -> tuple[Tensor, Tensor]:
     if DEBUG_CHECKS:
         check_call(op, given, values=True)
+    refuse_softcap(op, given.softcap)
     specialised = speculative_for(given)
     if specialised is not None:
         return specialised(given, append=op == APPEND)
@@ -230,7 +233,8 @@ def speculative_attention(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
     starts: Tensor | None = ..., window: int | None = ..., cu_seqlens: Tensor | None = ...,
     block_table: Tensor | None = ...,
-    scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
+    scale: float | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    return_lse: Literal[False] = ..., backend: Backend = ...
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -239,7 +243,8 @@ def speculative_attention(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
     starts: Tensor | None = ..., window: int | None = ..., cu_seqlens: Tensor | None = ...,
     block_table: Tensor | None = ...,
-    scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True], backend: Backend = ...
+    scale: float | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
+    return_lse: Literal[True], backend: Backend = ...
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -258,6 +263,7 @@ def speculative_attention(
     block_table: Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -301,6 +307,7 @@ def speculative_attention(
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
         scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
         sinks: ``(q_heads,)``: one more score for each row of a head, as in `block_sparse_attention`.
+        softcap: of scores, on the CPU, as there.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
@@ -316,8 +323,8 @@ def speculative_attention(
             `cu_seqlens` that do not ascend from 0 to the number of rows. On CUDA lengths are clamped and the others
             must be valid; ``PDKERNELS_DEBUG_CHECKS=1`` raises there as well, at the cost of a sync.
         TypeError: dtypes that do not fit, a mask instead of a plan.
-        NotImplementedError: a backend that does not serve the device; an input that requires a gradient, or a tangent
-            (the reference has both).
+        NotImplementedError: a backend that does not serve the device; an input that requires a gradient, a tangent, or
+            a soft cap on a GPU (the reference has them).
 
     Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the
     rest of the batch; a paged cache gives the bits of a contiguous one of the same capacity. On the CPU a row has the
@@ -344,6 +351,7 @@ def speculative_attention(
     arguments = SpeculativeArguments(
         q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, checked_scale(OP, scale, q),
         block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, checked_sinks(OP, sinks, q),
+        checked_softcap(OP, softcap),
     )  # fmt: skip
     out, lse = call(attention_op, arguments[: -len(APPEND_ONLY)], q, backend)
     return (out, lse) if return_lse else out
@@ -354,7 +362,7 @@ def speculative_attention_append_(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
     counts: Tensor | None = ..., source_index: Tensor | None = ..., starts: Tensor | None = ...,
     window: int | None = ..., cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ...,
-    scale: float | None = ..., sinks: Tensor | None = ...,
+    scale: float | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
     return_lse: Literal[False] = ..., backend: Backend = ...
 ) -> Tensor: ...  # fmt: skip
 
@@ -364,7 +372,7 @@ def speculative_attention_append_(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
     counts: Tensor | None = ..., source_index: Tensor | None = ..., starts: Tensor | None = ...,
     window: int | None = ..., cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ...,
-    scale: float | None = ..., sinks: Tensor | None = ...,
+    scale: float | None = ..., sinks: Tensor | None = ..., softcap: float | None = ...,
     return_lse: Literal[True], backend: Backend = ...
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -386,6 +394,7 @@ def speculative_attention_append_(
     block_table: Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -397,7 +406,7 @@ def speculative_attention_append_(
     depend on what is stored.
 
     Args:
-        q, k_new, v_new, plan, starts, window, cu_seqlens, block_table, scale, sinks, return_lse, backend: as in
+        q, k_new, v_new, plan, starts, window, cu_seqlens, block_table, scale, sinks, softcap, return_lse, backend: as in
             `speculative_attention`.
         k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no slot past the
             prefix of one sequence is a slot of another.
@@ -434,8 +443,8 @@ def speculative_attention_append_(
         starts = first_positions(APPEND, q, lengths, starts, window, cu_seqlens)
     arguments = SpeculativeArguments(
         q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, checked_scale(APPEND, scale, q), block_table,
-        starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, checked_sinks(APPEND, sinks, q), counts=counts,
-        source_index=source_index,
+        starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, checked_sinks(APPEND, sinks, q),
+        checked_softcap(APPEND, softcap), counts=counts, source_index=source_index,
     )  # fmt: skip
     out, lse = call(append_op, arguments, q, backend)
     return (out, lse) if return_lse else out

@@ -21,7 +21,7 @@ _OP = "training.eagle_loss"
 ABSENT: dict[str, Any] = {
     **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False),
     **{"outer_norms": False, "inner_norms": True, "sinks": False, "activation": "silu"},
-    **{"query_scale": None, "window_rope_theta": None},
+    **dict.fromkeys(("query_scale", "window_rope_theta", "attention_softcap", "logits_softcap")),
 }
 """Options that layers of drafters do without."""
 

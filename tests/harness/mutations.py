@@ -142,8 +142,8 @@ MUTATIONS = {
         "return torch.where(after > 0, lengths[:, None] + behind, first)", "return first", "decoding/test_windows.py"
     ),
     "sinks are lost on a cache": Mutation(
-        "visibility, self.cache, layer, self.counts, starts, sinks)",
-        "visibility, self.cache, layer, self.counts, starts)",
+        "visibility, self.cache, layer, self.counts, starts, sinks, self.softcap)",
+        "visibility, self.cache, layer, self.counts, starts, None, self.softcap)",
         "models/test_window_families.py",
     ),
 }

@@ -142,8 +142,8 @@ CHOICES: dict[str, Choices] = {
 }
 # What has no influence on a launch, or is made from the choices above.
 OTHERS = {"backend", "return_lse", "q", "k", "v", "k_new", "v_new", "k_cache", "v_cache", "x", "weight", "hidden"}
-# With filters the product is PyTorch's, in a group too, and then no kernel of Triton runs.
-OTHERS |= {"top_p", "min_p", "keep_top_k", "typical_p", "filters", "group", "first_id"} | states.OTHERS
+# With filters the product is PyTorch's, in a group too, and then no kernel of Triton runs; these have no soft cap.
+OTHERS |= {"softcap", "top_p", "min_p", "keep_top_k", "typical_p", "filters", "group", "first_id"} | states.OTHERS
 
 
 def unknown(name: str) -> list[str]:

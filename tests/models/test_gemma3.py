@@ -96,7 +96,6 @@ def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
         ({"sliding_window": 0}, ValueError, "sliding_window must be .* got 0"),
         ({"sliding_window": -5}, ValueError, "sliding_window must be .* got -5"),
         ({"layer_types": KINDS[:2]}, ValueError, "layer_types must name 3 layers"),
-        ({"final_logit_softcapping": 30.0}, NotImplementedError, "final_logit_softcapping must be absent, got 30.0"),
         ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention must be false"),
         ({"hidden_activation": "silu"}, NotImplementedError, "hidden_activation must be 'gelu_pytorch_tanh'"),
     ],

@@ -10,6 +10,23 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
+// How products of queries and keys become scores.
+struct Scoring {
+  float scale, softcap;
+
+  float scale_left() const { return softcap == 0 ? scale : 1; }  // after cap()
+};
+
+// Capped scores of products, in place; nothing without a cap. For whole vectors.
+PDK_APART void cap(float* products, int64_t count, Scoring scoring) {
+  if (scoring.softcap == 0) return;
+  const float factor = scoring.scale / scoring.softcap;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec& at = *reinterpret_cast<Vec*>(products + i);
+    at = rounded(hyperbolic_tangent(rounded(at * factor)) * scoring.softcap);
+  }
+}
+
 // Lanes up to which this is faster than a vector of them.
 constexpr int64_t kFewLanes = kLanes / 2;
 
@@ -294,10 +311,12 @@ struct FewRows {
 
 // A chunk of keys that every lane of the panel sees.
 template <int kLive, bool kExact, class T>
-void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
+void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, Scoring scoring,
                     float* transposed, float* scores, float* rows, FewRows panel) {
   few_scores<kLive, kLanes>(keys, values, count, panel.queries, head_dim, transposed, scores);
   if constexpr (kIsCode<T>) scale_by_codes<kLive>(keys, count, head_dim, scores);
+  for (int lane = 0; lane < kLive; ++lane) cap(scores + lane * kChunk, rounded_up(count, kLanes), scoring);
+  const float scale = scoring.scale_left();
   Vec m_i = *panel.m_i;
   for (int lane = 0; lane < kLive; ++lane) {
     m_i[lane] = few_max<kExact>(scores + lane * kChunk, count, scale, m_i[lane]);
@@ -315,10 +334,10 @@ void few_lanes_step(const T* const* keys, const T* const* values, int64_t count,
 
 // The same for a number of lanes that is known when it runs.
 template <bool kExact, class T>
-void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
+void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, Scoring scoring,
                     float* transposed, float* scores, float* rows, FewRows panel) {
   const auto take = [&](auto live) {
-    few_lanes_step<decltype(live)::value, kExact>(keys, values, count, head_dim, scale, transposed, scores, rows,
+    few_lanes_step<decltype(live)::value, kExact>(keys, values, count, head_dim, scoring, transposed, scores, rows,
                                                   panel);
   };
   switch (panel.count) {

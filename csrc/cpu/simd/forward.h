@@ -184,14 +184,14 @@ class FewLanes {
   }
 
   // Whether the step was taken, for a chunk of keys that every lane sees.
-  bool step(const T* const* keys, const T* const* values, int64_t count, float scale) {
+  bool step(const T* const* keys, const T* const* values, int64_t count, Scoring scoring) {
     if constexpr (kTaken) {
       if (!suits_) return false;
       if (!entered_) {
         entered_ = true;
         sums_to_rows<T, Tiles::kPanel>(panel_->sums, kFewLanes, head_dim_, rows_);
       }
-      few_lanes_step<kExact>(keys, values, count, head_dim_, scale, transposed_, scores_, rows_,
+      few_lanes_step<kExact>(keys, values, count, head_dim_, scoring, transposed_, scores_, rows_,
                              FewRows{panel_->queries, panel_->m_i, panel_->l_i, panel_->lanes.count});
       return true;
     }
@@ -261,7 +261,8 @@ struct ChunkSteps final : Chunks<S> {
 
   void take(const S* const* keys, const S* const* values, int64_t count, const uint32_t* bitmap, int64_t words_per_row,
             int64_t column) override {
-    if (bitmap == nullptr && few.step(keys, values, count, args.scale)) return;
+    const Scoring scoring{args.scale, args.softcap};
+    if (bitmap == nullptr && few.step(keys, values, count, scoring)) return;
     few.leave();
     const bool packed = !kInPlace || panels > 1;
     if (packed) {
@@ -281,7 +282,10 @@ struct ChunkSteps final : Chunks<S> {
         Tiles::scores(keys, values, panel.queries, args.head_dim, blocks, n, memory.scores);
       }
       if constexpr (kIsCode<S>) scale_blocks<Tiles>(keys, args.head_dim, blocks, n, memory.scores);
-      online_softmax<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, alpha);
+      for (int b = 0; b < n; ++b) {
+        cap(memory.scores + b * kBlock * Tiles::kPanel, blocks[b].count * int64_t{Tiles::kPanel}, scoring);
+      }
+      online_softmax<Tiles, kExact>(panel, blocks, n, scoring.scale_left(), memory.scores, alpha);
       if constexpr (kIsCode<S>) scale_blocks<Tiles>(values, args.head_dim, blocks, n, memory.scores);
       if (!plain) {
         accumulate_visible<Tiles>(values, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);

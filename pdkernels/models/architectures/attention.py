@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -186,6 +186,8 @@ class NewRows(NamedTuple):
     """Where the rows of each sequence begin, if those of all are the rows of one entry."""
     lora: AdaptedRows | None = None
     """Those with adapters of their own."""
+    softcap: float | None = None
+    """Of scores."""
 
     def attend_(self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape. `sinks`
@@ -200,10 +202,10 @@ class NewRows(NamedTuple):
         if self.rotation.query_scale is not None:
             q = q * self.rotation.query_scale.to(q.dtype)
         if self.cache is None:
-            return attend(q, k, v, visibility, sinks)
+            return attend(q, k, v, visibility, sinks, self.softcap)
         if self.cu_seqlens is not None:
             return self._attend_packed(q[0], k[0], v[0], self.cu_seqlens, layer, sinks)
-        return attend_cached(q, k, v, visibility, self.cache, layer, self.counts, starts, sinks)
+        return attend_cached(q, k, v, visibility, self.cache, layer, self.counts, starts, sinks, self.softcap)
 
     def _attend_packed(
         self,
@@ -262,6 +264,7 @@ def attend_cached(
     counts: torch.Tensor | None,
     starts: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached prefix and each other; their K and V are stored after it."""
     if isinstance(visibility.mask, TilePlan):  # as on any 8-bit cache, see `cached_visibility`
@@ -278,9 +281,10 @@ def attend_cached(
             starts=starts,
             block_table=cache.table(layer),
             sinks=sinks,
+            softcap=softcap,
         )
     cache.append_(layer, k, v, counts)
-    return attend_stored(q, k, v, visibility, cache, layer, sinks=sinks)
+    return attend_stored(q, k, v, visibility, cache, layer, sinks=sinks, softcap=softcap)
 
 
 def attend_stored(
@@ -292,43 +296,61 @@ def attend_stored(
     layer: int,
     starts: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens whose K and V, in the form of the cache, are already stored after the prefix."""
     if isinstance(visibility.mask, TilePlan):
         plan, table = visibility.mask, cache.table(layer)
         k_cache, v_cache = cache.k[layer], cache.v[layer]
-        return speculative_attention(
-            q, k, v, k_cache, v_cache, cache.lengths, plan, starts=starts, block_table=table, sinks=sinks
-        )
+        options: dict[str, Any] = {"starts": starts, "block_table": table, "sinks": sinks, "softcap": softcap}
+        return speculative_attention(q, k, v, k_cache, v_cache, cache.lengths, plan, **options)
     # The new K and V come from the forward: the cache may not store all of them.
     keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
-    return attend(q, keys, values, visibility, sinks)
+    return attend(q, keys, values, visibility, sinks, softcap)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, sinks: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visibility: Visibility,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Grouped-query attention of q `(batch, rows, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
     if isinstance(visibility.mask, TilePlan):
         if q.dtype not in KERNEL_DTYPES or not takes_head_dim(q.shape[3]):
             expectation = f"be a bool tensor for a model in {q.dtype} with heads of {q.shape[3]}, which no kernel takes"
             fail("Transformer", "mask", expectation, "a TilePlan", "Pass mask.dense().")
-        return block_sparse_attention(q, k, v, visibility.mask, sinks=sinks)
-    if visibility.mask is None and q.requires_grad and q.device.type == "cpu" and sinks is None:
+        return block_sparse_attention(q, k, v, visibility.mask, sinks=sinks, softcap=softcap)
+    usual = sinks is None and softcap is None
+    if visibility.mask is None and q.requires_grad and q.device.type == "cpu" and usual:
         return _by_matmul(q, k, v, visibility.causal)
     if q.device.type == "cpu" and not _is_ordinary(q, k, v):
-        return _by_formula(q, k, v, visibility, sinks)
+        return _by_formula(q, k, v, visibility, sinks, softcap)
     mask: torch.Tensor | None = visibility.mask
-    if sinks is not None:
+    if not usual:
         k, v, mask = _with_sinks(q, k, v, visibility, sinks)
+    if softcap is not None:
+        return _capped(q, k, v, cast(torch.Tensor, mask), softcap)
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=visibility.causal and sinks is None,
+        is_causal=visibility.causal and usual,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
+
+
+def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Attention whose scores are capped before the mask is added, which PyTorch's does not do."""
+    group = q.shape[2] // k.shape[2]
+    keys, values = (x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.transpose(1, 2) @ keys.mT).to(wide) * (q.shape[3] ** -0.5 / softcap)
+    weights = (torch.tanh(scores) * softcap + mask).softmax(-1)
+    return (weights.masked_fill(mask.isneginf(), 0).to(v.dtype) @ values).transpose(1, 2)
 
 
 def _is_ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -352,18 +374,25 @@ def _dense(visibility: Visibility, rows: int, keys: int, device: torch.device) -
 
 
 def _with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, sinks: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K, V and a mask of scores with one more key, of zeros, whose score is the sink of a head."""
+    """K, V and a mask of scores with one more key, of zeros, whose score is the sink of a head; none without sinks."""
     seen = _dense(visibility, q.shape[1], k.shape[1], q.device).expand(len(q), q.shape[2], q.shape[1], -1)
     scores = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
+    if sinks is None:
+        return k, v, scores
     scores = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand_as(scores[..., :1])], -1)
     k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
     return k, v, scores
 
 
 def _by_formula(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, sinks: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visibility: Visibility,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention that skips masked pairs instead of multiplying by 0, because 0 times NaN is NaN."""
     rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -375,7 +404,8 @@ def _by_formula(
     for head in range(q.shape[2]):  # one at a time, to save memory
         key, value = (x[:, :, head // group].to(wide)[:, None, None] for x in (k, v))
         scores = (torch.where(pairs, queries[:, head, None, :, None], 0) * torch.where(pairs, key, 0)).sum(-1)
-        scores = (scores * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+        scores = scores * q.shape[3] ** -0.5
+        scores = (scores if softcap is None else torch.tanh(scores / softcap) * softcap).masked_fill(~seen, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks[head].to(wide).expand_as(scores[..., :1])], -1)
         nothing = scores.isneginf().all(-1, keepdim=True)

@@ -175,6 +175,10 @@ class TransformerConfig:
     """Factor of the token embedding, in the dtype of the model."""
     query_scale: float | None = None
     """Factor of queries before their product with keys; None: ``head_dim ** -0.5``."""
+    attention_softcap: float | None = None
+    """Scores s of attention become ``cap * tanh(s / cap)``; None: they stay (Gemma 2)."""
+    logits_softcap: float | None = None
+    """The same for logits."""
 
     def __post_init__(self) -> None:
         op = "TransformerConfig"
@@ -222,7 +226,7 @@ class TransformerConfig:
             check(pairs == self.head_dim // 2, op, "rope_scaling", f"have {self.head_dim // 2} factors", pairs)
         checked_windows(op, self.windows, self.layers)
         check(self.activation in ("silu", "gelu"), op, "activation", "be 'silu' or 'gelu'", repr(self.activation))
-        for name in ("window_rope_theta", "embedding_scale", "query_scale"):
+        for name in ("window_rope_theta", "embedding_scale", "query_scale", "attention_softcap", "logits_softcap"):
             value = getattr(self, name)
             if value is not None:
                 check_number(op, name, value, 0, FINITE, "be positive")
@@ -253,10 +257,12 @@ class TransformerConfig:
     @property
     def usual(self) -> bool:
         """Whether layers are those of Llama and Qwen3: two norms, SwiGLU, one rotation, queries scaled by the width of a
-        head."""
+        head, no cap."""
         two_norms = self.inner_norms and not (self.outer_norms or self.whole_qk_norm)
         one_rotation = self.query_scale is None and self.window_rope_theta is None
         experts = self.experts is None or self.experts.usual
+        if self.attention_softcap is not None or self.logits_softcap is not None:
+            return False
         return two_norms and one_rotation and experts and self.activation == "silu" and not self.sinks
 
     def has_experts(self, layer: int) -> bool:

@@ -43,7 +43,7 @@ from pdkernels.models.architectures.rope import RopeTables, Rotation
 from pdkernels.models.architectures.taps import Tapped, checked_taps
 from pdkernels.models.plan_tokens import PlanTokens, checked_plan_tokens
 from pdkernels.ops.linear_token_statistics import linear_token_statistics
-from pdkernels.ops.token_statistics import TokenStatistics
+from pdkernels.ops.token_statistics import TokenStatistics, token_statistics
 
 if TYPE_CHECKING:
     from pdkernels.models.text.tokenizers import Tokenizer
@@ -242,11 +242,14 @@ class Transformer(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The language model head: logits `(..., vocab_size)` of rows of `hidden`."""
         head: Matrix = self.embedding if self.head is None else self.head
-        return linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
+        logits, cap = linear(rms_norm(hidden, self.norm, self.config.norm_eps), head), self.config.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
         """`pdkernels.token_statistics`, with its `options`, of the `logits` of rows of `hidden`, which are never
         stored."""
+        if self.config.logits_softcap is not None:
+            return token_statistics(self.logits(hidden), backend=backend_of(self.dtype), **options)
         head: Matrix = self.embedding if self.head is None else self.head
         normed = rms_norm(hidden, self.norm, self.config.norm_eps)
         return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **options)
@@ -312,6 +315,7 @@ class Transformer(nn.Module):
             dtype in (*KERNEL_DTYPES, torch.int8)
             and takes_head_dim(self.config.head_dim)
             and not any(self.config.windows)
+            and self.config.attention_softcap is None
         )
 
     def _packed(self, tokens: torch.Tensor, cache: Cache | None, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -444,8 +448,10 @@ class Transformer(nn.Module):
             torch.Size([1, 1, 16])
         """
         check_tokens("Transformer.recompute", tokens, self.device)
-        if self.config.query_scale is not None or self.config.window_rope_theta is not None or self.config.sinks:
-            fault = "layers with sinks or with a rotation or a scale of their own cannot compute rows anew"
+        config = self.config
+        own = config.query_scale, config.window_rope_theta, config.attention_softcap
+        if config.sinks or any(each is not None for each in own):
+            fault = "layers with sinks, with a cap, or with a rotation or a scale of their own cannot compute rows anew"
             raise NotImplementedError(sentence("Transformer.recompute", fault, "Use a method for causal models."))
         with torch.no_grad():
             table = self._rope(cache.capacity)
@@ -505,7 +511,7 @@ class Transformer(nn.Module):
         factor = None if config.query_scale is None else config.query_scale * config.head_dim**0.5
         return NewRows(
             rotation, config.rope_style, config.kv_heads, visibility, cache, counts, (), None if factor == 1 else factor
-        )
+        )._replace(softcap=config.attention_softcap)
 
     def _windowed(
         self, rows: NewRows, count: int, lengths: torch.Tensor | None, offsets: torch.Tensor | None

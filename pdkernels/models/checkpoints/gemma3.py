@@ -42,72 +42,104 @@ def from_gemma3_config(config: Mapping[str, Any]) -> TransformerConfig:
     ([16, 16, 16, 16, 16, None, 16], 8.0)
     """
     fields = Fields(config)
+    require(fields)
+    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", EVERY))
+    kinds = layer_kinds(fields, fields.integer("num_hidden_layers"), pattern)
+    theta, scaling, local = _rotations(fields)
+    with read_from("config.json"):
+        return TransformerConfig(
+            **sizes_of(fields),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_positions=fields.integer("max_position_embeddings", 131072),
+            windows=windows_of(fields, kinds, 4096),
+            window_rope_theta=local if SLIDING in kinds else None,
+            qk_norm=True,
+            **caps_of(fields),
+        )
+
+
+def require(fields: Fields) -> None:
+    """Refuses a config.json of the family that lacks a size, or asks for what its models do not compute."""
     fields.require(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"))
     for name in ("hidden_activation", "hidden_act"):
         activation = fields.get(name, "gelu_pytorch_tanh")
         demand(activation in ("gelu_pytorch_tanh", None), name, "be 'gelu_pytorch_tanh'", shown(activation))
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "per_layer_config"):
-        demand(not fields.get(name), name, "be absent", shown(fields.get(name)))
+    demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
     for name in ("attention_bias", "use_bidirectional_attention"):
         demand(not fields.flag(name, False, null=False), name, "be false", True)
-    layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
-    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", EVERY))
-    kinds = layer_kinds(fields, layers, pattern)
-    theta, scaling, local = _rotations(fields)
-    with read_from("config.json"):
-        return TransformerConfig(
-            vocab_size=fields.integer("vocab_size"),
-            hidden_size=hidden,
-            layers=layers,
-            heads=fields.integer("num_attention_heads"),
-            kv_heads=fields.integer("num_key_value_heads", 4),
-            head_dim=fields.integer("head_dim", 256),
-            intermediate_size=fields.integer("intermediate_size"),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=fields.number("rms_norm_eps", 1e-6, minimum=0),
-            tied_head=fields.flag("tie_word_embeddings", True),
-            max_positions=fields.integer("max_position_embeddings", 131072),
-            windows=windows_of(fields, kinds, 4096),
-            window_rope_theta=local if SLIDING in kinds else None,
-            query_scale=fields.number("query_pre_attn_scalar", 256, above=0) ** -0.5,
-            **settings(hidden),
-        )
+
+
+def sizes_of(fields: Fields) -> dict[str, Any]:
+    """What config.json says in the same way for all models of the family."""
+    hidden = fields.integer("hidden_size")
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden,
+        "layers": fields.integer("num_hidden_layers"),
+        "heads": fields.integer("num_attention_heads"),
+        "kv_heads": fields.integer("num_key_value_heads", 4),
+        "head_dim": fields.integer("head_dim", 256),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6, minimum=0),
+        "tied_head": fields.flag("tie_word_embeddings", True),
+        "query_scale": fields.number("query_pre_attn_scalar", 256, above=0) ** -0.5,
+        **_settings(hidden),
+    }
+
+
+def caps_of(fields: Fields, attention: float | None = None, logits: float | None = None) -> dict[str, float | None]:
+    """The caps of scores and of logits; null is none."""
+    given = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
+    caps = [
+        None if fields.get(name, default) is None else fields.number(name, default, above=0)
+        for name, default in given.items()
+    ]
+    return dict(zip(("attention_softcap", "logits_softcap"), caps, strict=True))
 
 
 def from_keys(fields: Keys, vocab_size: int, scaling: RopeScaling | None, tied: bool) -> TransformerConfig:
     """The `TransformerConfig` of a GGUF file's keys."""
-    hidden, heads, layers = (
-        fields.integer(name) for name in ("embedding_length", "attention.head_count", "block_count")
-    )
+    layers, window = fields.integer("block_count"), fields.integer("attention.sliding_window", minimum=1)
     check(layers <= MAX_LAYERS, OP, f"{fields.where}.block_count", f"be at most {MAX_LAYERS}", layers)
-    head_dim, window = fields.integer("attention.key_length"), fields.integer("attention.sliding_window", minimum=1)
+    cap = fields.number("final_logit_softcapping", minimum=0)
+    return TransformerConfig(
+        **sizes_of_keys(fields, vocab_size, tied, _27B),
+        rope_theta=fields.number("rope.freq_base", above=0),
+        rope_scaling=scaling,
+        windows=tuple(None if (layer + 1) % EVERY == 0 else Window(window) for layer in range(layers)),
+        window_rope_theta=fields.number("rope.freq_base_swa", above=0),
+        qk_norm=True,
+        logits_softcap=cap or None,
+    )
+
+
+def sizes_of_keys(fields: Keys, vocab_size: int, tied: bool, largest: int) -> dict[str, Any]:
+    """What a GGUF file says in the same way for all models of the family; one of `largest` layers scales its queries by
+    the share of a head in the hidden size."""
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    head_dim, layers = fields.integer("attention.key_length"), fields.integer("block_count")
     for name in ("attention.value_length", "rope.dimension_count"):
         width = fields.integer(name)
         check(width == head_dim, OP, f"{fields.where}.{name}", f"be the size of a head ({head_dim})", width)
-    return TransformerConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=fields.integer("attention.head_count_kv"),
-        head_dim=head_dim,
-        intermediate_size=fields.integer("feed_forward_length"),
-        rope_theta=fields.number("rope.freq_base", above=0),
-        rope_scaling=scaling,
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon", minimum=0),
-        tied_head=tied,
-        max_positions=fields.integer("context_length"),
-        windows=tuple(None if (layer + 1) % EVERY == 0 else Window(window) for layer in range(layers)),
-        window_rope_theta=fields.number("rope.freq_base_swa", above=0),
-        query_scale=(hidden // heads) ** -0.5 if layers == _27B else None,
-        **settings(hidden),
-    )
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": fields.integer("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "norm_eps": fields.number("attention.layer_norm_rms_epsilon", minimum=0),
+        "tied_head": tied,
+        "max_positions": fields.integer("context_length"),
+        "query_scale": (hidden // heads) ** -0.5 if layers == largest else None,
+        **_settings(hidden),
+    }
 
 
-def settings(hidden: int) -> dict[str, Any]:
-    """What all models of the family have in common."""
-    return {"qk_norm": True, "outer_norms": True, "activation": "gelu", "embedding_scale": hidden**0.5}
+def _settings(hidden: int) -> dict[str, Any]:
+    return {"outer_norms": True, "activation": "gelu", "embedding_scale": hidden**0.5}
 
 
 def _rotations(fields: Fields) -> tuple[float, LinearScaling | None, float]:
@@ -191,8 +223,7 @@ def _parts(config: TransformerConfig, names: Mapping[str, str]) -> Iterator[tupl
     query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, Parts] = {
         "qkv": {"q": (query, hidden), "k": (key_value, hidden), "v": (key_value, hidden)},
-        "q_norm": {"q_norm": (config.head_dim,)},
-        "k_norm": {"k_norm": (config.head_dim,)},
+        **({name: {name: (config.head_dim,)} for name in ("q_norm", "k_norm")} if config.qk_norm else {}),
         "output": {"output": (hidden, query)},
         "gate_up": {"gate": (inner, hidden), "up": (inner, hidden)},
         "down": {"down": (hidden, inner)},

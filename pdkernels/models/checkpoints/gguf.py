@@ -1,4 +1,4 @@
-"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3, Qwen3-MoE, OLMo 2, OLMo 3, gpt-oss and Gemma 3 models,
+"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3, Qwen3-MoE, OLMo 2, OLMo 3, gpt-oss, Gemma 2 and Gemma 3 models,
 and of diffusion models with `gguf_diffusion`.
 
 Sources: the writers and loaders of github.com/ggml-org/llama.cpp (gguf-py, convert_hf_to_gguf.py, src/llama-model.cpp).
@@ -21,10 +21,11 @@ from pdkernels.models.architectures.config import ExpertsConfig, TransformerConf
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
-from pdkernels.models.checkpoints import gemma3, gguf_diffusion, gguf_hybrid, hf, hf_experts, hybrid_hf, mxfp4
+from pdkernels.models.checkpoints import gemma2, gemma3, gguf_diffusion, gguf_hybrid, hf, hf_experts, hybrid_hf, mxfp4
 from pdkernels.models.checkpoints.checkpoint import Checkpoint
 from pdkernels.models.checkpoints.gguf_ends import marks_of
 from pdkernels.models.checkpoints.gguf_tokenizer import tokenizer
+from pdkernels.models.checkpoints.missing import refuse_missing
 from pdkernels.models.files.fields import OP, Kept, read_from, shown
 from pdkernels.models.files.gguf_file import GgufFile, GgufTensor
 from pdkernels.models.files.gguf_keys import UNSUPPORTED, Keys
@@ -34,6 +35,7 @@ from pdkernels.ops.quantized_weight import GGUF_FORMATS, QuantizedWeight
 _MOE, _OLMO, _GPT_OSS = "qwen3moe", "olmo2", "gpt-oss"
 _LLADA_MOE = gguf_diffusion.LLADA_MOE
 ARCHITECTURES = ("llama", "qwen2", "qwen3", _MOE, _OLMO, _GPT_OSS, *gguf_diffusion.ARCHITECTURES)
+_GEMMA = {gemma2.GGUF: gemma2.from_keys, gemma3.GGUF: gemma3.from_keys}
 _PERIODS = {_OLMO: 4, _GPT_OSS: 2}
 """With a window, each layer of this number sees the whole text."""
 _INTERLEAVED = ("llama", gguf_diffusion.LLADA)
@@ -73,8 +75,8 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
         config = gguf_hybrid.config_of(file, _fields(file, str(kind)), str(kind), _scaling)
         layout = gguf_hybrid.layout_of(config, str(kind), file.name)
         published = hybrid_hf.layout(config, gguf_hybrid.PUBLISHED[str(kind)])
-    elif kind == gemma3.GGUF:
-        config = _gemma3(file)
+    elif kind in _GEMMA:
+        config = _gemma(file, str(kind))
         layout, published = gemma3.gguf_layout(config, file.name), gemma3.layout(config)
     elif kind in gguf_diffusion.ARCHITECTURES:
         blocks = kind == gguf_diffusion.LLADA2
@@ -135,25 +137,23 @@ def _fields(file: GgufFile, kind: str) -> Keys:
     return fields
 
 
-def _gemma3(file: GgufFile) -> TransformerConfig:
-    fields = _fields(file, gemma3.GGUF)
-    cap = fields.number("final_logit_softcapping", minimum=0)
-    if cap:
-        _refuse(file.name, f"{gemma3.GGUF}.final_logit_softcapping", "be absent", cap)
+def _gemma(file: GgufFile, kind: str) -> TransformerConfig:
+    fields = _fields(file, kind)
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None:
         fail(OP, file.name, f"hold {_EMBEDDING}", "none")
     head_dim, positions = fields.integer("attention.key_length"), fields.integer("context_length")
     with read_from(file.name):
         scaling = _scaling(file, fields, head_dim, positions)
-        return gemma3.from_keys(fields, embedding.shape[0], scaling, _HEAD not in file.tensors)
+        return _GEMMA[kind](fields, embedding.shape[0], scaling, _HEAD not in file.tensors)
 
 
 def _config(file: GgufFile) -> TransformerConfig:
     everything = Keys(file.fields, file.name)
     kind = everything.get("general.architecture")
+    refuse_missing(kind, file.name)
     if kind not in ARCHITECTURES:
-        supported = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES, gemma3.GGUF))
+        supported = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES, *_GEMMA))
         _refuse(file.name, "general.architecture", f"be one of {supported}", kind)
     fields = _fields(file, kind)
     experts = fields.integer("expert_count", minimum=0)

@@ -31,12 +31,13 @@ from pdkernels.models.architectures.rope import (
 )
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.models.architectures.windows import Window
-from pdkernels.models.checkpoints import gemma3, gguf, hf, huginn, hybrid_hf, llada, llada2, mxfp4
+from pdkernels.models.checkpoints import gemma2, gemma3, gguf, hf, huginn, hybrid_hf, llada, llada2, mxfp4
 from pdkernels.models.checkpoints.adapters import MASK_FILE, read_adapter, read_mask_token
 from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
 from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder, load_drafter
 from pdkernels.models.checkpoints.hf import ARCHITECTURES, from_hf_config
 from pdkernels.models.checkpoints.hf_experts import GPT_OSS, LLADA_MOE
+from pdkernels.models.checkpoints.missing import refuse_missing
 from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
 from pdkernels.models.checkpoints.plan_folder import plan_tokens_of
 from pdkernels.models.checkpoints.quantized_folder import FIELDS, QuantizedFolder, scheme_of
@@ -414,17 +415,20 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
             demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
         mixed = hybrid_hf.from_hybrid_config(fields.given)
         return mixed, hybrid_hf.layout(mixed, str(kind))
-    if kind == gemma3.MODEL_TYPE:
-        local = gemma3.from_gemma3_config(fields.given)
+    if kind in (gemma2.MODEL_TYPE, gemma3.MODEL_TYPE):
+        read = gemma3.from_gemma3_config if kind == gemma3.MODEL_TYPE else gemma2.from_gemma2_config
+        local = read(fields.given)
         return local, gemma3.layout(local)
     kinds = (
         *ARCHITECTURES,
         *hybrid_hf.ARCHITECTURES,
+        gemma2.MODEL_TYPE,
         gemma3.MODEL_TYPE,
         llada.MODEL_TYPE,
         llada2.MODEL_TYPE,
         huginn.MODEL_TYPE,
     )
+    refuse_missing(kind, "config.json")
     demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", shown(kind))
     if kind == llada2.MODEL_TYPE:
         blocks = llada2.from_llada2_config(fields.given)
