@@ -235,7 +235,7 @@ class PrefixTree:
         for window, count in need.items():
             if count > (room := self.pool.room(window)):
                 fault = f"a request needs {count} pages of {room} in the layers with window {window}"
-                raise MemoryError(sentence("Engine", fault, "Raise cache_tokens."))
+                raise MemoryError(sentence("Engine", fault, "Use shorter drafts, or raise max_running."))
         return self.pool.keeps(need)
 
     def forget_windows(self, window: int, count: int) -> bool:

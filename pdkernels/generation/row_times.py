@@ -198,6 +198,42 @@ def _wait(device: torch.device) -> None:
 _kept: dict[str, RowTimes] = {}
 _SEVERAL = 8  # sequences with a row each
 _PATIENCE = 2.0  # seconds: small models have all repeats, large ones a few
+_FRESH, _KEPT = 3600.0, 7 * 86400.0
+"""Seconds for which a record is taken as it is, and after which it is forgotten."""
+
+
+class _Record(NamedTuple):
+    """The least seconds of forwards, as a file keeps them."""
+
+    rows: list[int]
+    seconds: list[float]
+    several: float
+    """Of one row of each of some sequences."""
+    first: float
+    """Of the clock, when these rows were first measured."""
+    last: float
+
+    @classmethod
+    def of(cls, values: Any) -> _Record | None:
+        """From a file; None: damaged, or of an earlier version."""
+        try:
+            record = cls(*values)
+            numbers = [*record.seconds, *record[2:]]
+            valid = len(record.rows) == len(record.seconds) >= 2 and all(0 < each < math.inf for each in numbers)
+            return record if valid else None
+        except (TypeError, ValueError):
+            return None
+
+    def least(self, other: _Record) -> _Record:
+        """Of both: what else runs on a machine makes a forward take longer, never shorter."""
+        if self.rows != other.rows:
+            return other
+        seconds = list(map(min, self.seconds, other.seconds))
+        return _Record(self.rows, seconds, min(self.several, other.several), self.first, other.last)
+
+    def times(self) -> RowTimes:
+        times = fit_row_times(self.rows, list(accumulate(self.seconds, max)))  # more rows never take less time
+        return times._replace(sequence=max(0.0, self.several - times.between(_SEVERAL)) / (_SEVERAL - 1))
 
 
 def _measurable(model: Any) -> tuple[list[int], int]:
@@ -215,30 +251,28 @@ def _measurable(model: Any) -> tuple[list[int], int]:
 
 
 def kept_row_times(model: Any) -> RowTimes:
-    """As `measure_row_times`, and `RowTimes.sequence`, for a model on this machine, once: the result is kept in memory, and in a file of the
-    user's cache folder.
+    """As `measure_row_times`, and `RowTimes.sequence`, for a model on this machine, once in a process: the result is kept in memory, and in a
+    file of the user's cache folder.
+
+    A process that finds a record there older than an hour measures again, and the file keeps the least of both, so that
+    a busy machine is not remembered; a week after the first one it is replaced.
 
     Two models are the same here if they have the same sizes, dtype and formats of matrices.
     """
     name = _name_of(model)
     if name not in _kept:
         file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "step_minima.json"
-        recorded = _read(file).get(name)
-        if recorded is None:
-            # The minimum of each: it is kept for long, and must not depend on what else runs now. More rows never take
-            # less time.
+        now, recorded = time.time(), _read(file).get(name)
+        if recorded is not None and not 0 <= now - recorded.first < _KEPT:
+            recorded = None
+        if recorded is None or not 0 <= now - recorded.last < _FRESH:
             rows, prefix = _measurable(model)
             seconds = _row_seconds(model, rows, prefix, 7, 1, _PATIENCE)
-            least = list(accumulate(map(min, seconds.values()), max))
-            times = fit_row_times(list(seconds), least)
             several = min(_row_seconds(model, [1], prefix, 7, _SEVERAL, _PATIENCE)[1])
-            times = times._replace(sequence=max(0.0, several - times.between(_SEVERAL)) / (_SEVERAL - 1))
-            _write(
-                file, _read(file) | {name: [list(times.rows), list(times.seconds), times.sequence]}
-            )  # others may have written meanwhile
-        else:
-            times = fit_row_times(*recorded[:2])._replace(sequence=recorded[2])
-        _kept[name] = times
+            measured = _Record(list(seconds), list(map(min, seconds.values())), several, now, now)
+            recorded = measured if recorded is None else recorded.least(measured)
+            _write(file, _read(file) | {name: recorded})  # others may have written meanwhile
+        _kept[name] = recorded.times()
     return _kept[name]
 
 
@@ -256,20 +290,16 @@ def _name_of(model: Any) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, _Record]:
     """What the file holds; nothing if it is missing or damaged."""
     try:
-        times = json.loads(file.read_text())
-        valid = isinstance(times, dict) and all(
-            len(each) == 3 and len(each[0]) == len(each[1]) >= 2 and min(each[1]) > 0 and each[2] >= 0
-            for each in times.values()
-        )
-        return times if valid else {}
-    except (OSError, ValueError, TypeError):
+        records = {name: _Record.of(values) for name, values in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, AttributeError):
         return {}
+    return {name: record for name, record in records.items() if record is not None}
 
 
-def _write(file: Path, values: dict[str, Any]) -> None:
+def _write(file: Path, values: dict[str, _Record]) -> None:
     """Replaces the file as a whole; where that is not allowed, times are measured again in the next process."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}")
     try:

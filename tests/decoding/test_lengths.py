@@ -239,6 +239,45 @@ def test_times_are_measured_once(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(measured) == 8 and len(json.loads(home.read_text())) == 1
 
 
+def test_a_busy_machine_is_not_remembered(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards that took long once: an hour later the least times count, and a week later the newest."""
+    model = small_transformer(0, head_dim=16).float()
+    clock, slowness, measured = [1e9], [5.0], list[float]()
+
+    def measure(model: Any, rows: list[int], prefix: int, repeats: int, batch: int, patience: float) -> Any:
+        measured.append(clock[0])
+        return {count: [slowness[0] * (1 + count * batch / 8)] for count in rows}
+
+    def found() -> list[float]:
+        row_times._kept.clear()  # as in another process
+        times = row_times.kept_row_times(model)
+        return [times.between(1), times.sequence]
+
+    monkeypatch.setattr(row_times, "_row_seconds", measure)
+    monkeypatch.setattr(row_times.time, "time", lambda: clock[0])
+    idle = [1.125, 0.0]
+    busy = found()
+    assert busy == [5 * idle[0], 0.0] and len(measured) == 2
+    slowness[0], clock[0] = 1.0, 1e9 + 3599
+    assert found() == busy and len(measured) == 2
+    clock[0] += 2
+    assert found() == idle and found() == idle and len(measured) == 4
+    slowness[0], clock[0] = 7.0, clock[0] + 3601
+    assert found() == idle and len(measured) == 6
+    clock[0] = 1e9 + 7 * 86400 + 1
+    assert found() == [7 * idle[0], 0.0] and len(measured) == 8
+    slowness[0], clock[0] = 2.0, 1e9  # the clock was put back
+    assert found() == [2 * idle[0], 0.0] and len(measured) == 10
+
+
+@pytest.mark.parametrize("damaged", ["[1, 2]", '{"NAME": [[1, 2], [1.0, 1.0], 1.0]}', '{"NAME": [[1, 2], [1.0], 1.0, 1e9, 1e9]}', '{"NAME": [[1, 2], [1.0, NaN], 1.0, 1e9, 1e9]}', '{"NAME": [[1, 2], [1.0, "2"], 1.0, 1e9, 1e9]}', '{"NAME": 3}'])  # fmt: skip
+def test_damaged_records_are_measured_again(damaged: str, home: Path) -> None:
+    model = small_transformer(0, head_dim=16).float()
+    home.parent.mkdir()
+    home.write_text(damaged.replace("NAME", row_times._name_of(model)))
+    assert row_times.kept_row_times(model).rows == (1, 2, 4, 8, 16, 32)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -208,6 +208,21 @@ def test_a_request_beyond_all_windows_is_refused(monkeypatch: pytest.MonkeyPatch
         one.submit(drawn(1, 500), max_new_tokens=NEW).result(60)
 
 
+def test_a_draft_beyond_all_windows_is_refused_with_what_helps() -> None:
+    """Pages are counted for drafts of 64 rows; more requests at a time have room for a longer one."""
+    model = model_with((Window(16), None))
+    text, new = drawn(1, 600), 190
+    sizes: dict[str, Any] = {"kept_prompt_tokens": 0, "max_new_tokens": new}
+    with engine(model, max_running=1, **sizes) as one:
+        fault = "needs 64 pages of 62 in the layers with window 16. Use shorter drafts, or raise max_running"
+        with pytest.raises(MemoryError, match=fault):
+            one.submit(text, "jacobi", block_size=180, max_new_tokens=new, end_tokens=()).result(60)
+        asked(one, model, text, "jacobi", block_size=150, max_new_tokens=new)
+    with engine(model, max_running=2, **sizes) as one:
+        asked(one, model, text, "jacobi", block_size=180, max_new_tokens=new)
+    check_given_back(one)
+
+
 texts = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=300), st.integers(0, 40)), min_size=1, max_size=5).map(
     lambda pairs: [([0] * SHORTEST + end, first) for end, first in pairs]
 )
