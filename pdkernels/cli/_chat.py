@@ -113,6 +113,7 @@ def chat(
         str | None, typer.Option(metavar="INTEGER|auto", help="Tokens per draft or block; by default the method's.")
     ] = None,
     drafter: flags.Drafter = None,
+    adapter: flags.Adapter = None,
     option: flags.Assignments = None,
     system: Annotated[str | None, typer.Option(help="The system message that opens the chat.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
@@ -139,9 +140,9 @@ def chat(
             decoding.find(method)
         options: dict[str, Any] = {"draft": draft, "block_size": block_size_of("chat", block_size)}
         chosen, options = read_settings("chat", typed, option, options, ONE_TEXT)
-        params = SamplingParams(op="chat", max_new_tokens=max_new_tokens, **chosen)
+        params = SamplingParams(op="chat", max_new_tokens=max_new_tokens, adapter=adapter, **chosen)
         grammar = grammar_of("chat", json_schema, regex, choice, ebnf, key_order=key_order, whitespace=whitespace)
-        language_model: Any = load("chat", model, device, dtype, packed, cache_dtype, drafter)
+        language_model: Any = load("chat", model, device, dtype, packed, cache_dtype, drafter, adapter)
         use_threads(threads, [language_model])
         demand(
             hasattr(language_model.tokenizer, "encode_chat"),

@@ -25,6 +25,9 @@ Model = Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder
 Method = Annotated[str | None, typer.Option(help=f"Decoding method; {_METHOD}")]
 DefaultMethod = Annotated[str | None, typer.Option(help=f"Decoding method of requests that name none; {_METHOD}")]
 Drafter = Annotated[str | None, typer.Option(help=f"A drafter: {_DRAFTER}.")]
+Adapter = Annotated[
+    str | None, typer.Option(help="Folder of a PEFT LoRA adapter, which stays apart from the model's weights.")
+]
 Device = Annotated[str, typer.Option(help="Device of the model: cpu or cuda.")]
 Dtype = Annotated[str | None, typer.Option(help=_DTYPE)]
 Packed = Annotated[bool | None, typer.Option(help=_PACKED)]

@@ -62,6 +62,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens; an end token stops earlier.")] = 128,
     block_size: Annotated[str | None, typer.Option(metavar="INTEGER|auto", help=_help("block_size"))] = None,
     drafter: flags.Drafter = None,
+    adapter: flags.Adapter = None,
     window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
     page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
     option: flags.Assignments = None,
@@ -99,14 +100,16 @@ def generate(
         options |= {"window": window, "page_size": page_size}
         settings, options = read_settings("generate", typed, option, options, ONE_TEXT)
         grammar = grammar_of("generate", json_schema, regex, choice, ebnf, key_order=key_order, whitespace=whitespace)
-        params = SamplingParams(op="generate", max_new_tokens=max_new_tokens, grammar=grammar, **settings)
+        params = SamplingParams(
+            op="generate", max_new_tokens=max_new_tokens, grammar=grammar, adapter=adapter, **settings
+        )
         if html is not None:
             check_file("generate", "--html", html)
             demand(len(method or [""]) == 1, "generate", "--html", "come with one --method", ", ".join(method or ()))
             demand("all" not in (method or ()), "generate", "--html", "come with one --method", "all")
         for name in set(method or ()) - {"all"}:
             decoding.find(name)
-        language_model = load("generate", model, device, dtype, packed, cache_dtype, drafter)
+        language_model = load("generate", model, device, dtype, packed, cache_dtype, drafter, adapter)
         if method:
             methods = _methods(method, options, language_model)
         else:

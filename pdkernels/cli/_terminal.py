@@ -155,14 +155,18 @@ def load(
     packed: bool | None,
     cache_dtype: str | None,
     drafter: str | None = None,
+    adapter: str | None = None,
 ) -> Any:
-    """The model that the command line names, with its drafter. `packed` and `cache_dtype` are for the model alone."""
+    """The model that the command line names, with its drafter, and its adapter under the name of the folder. `packed`
+    and `cache_dtype` are for the model alone."""
     if cache_dtype is not None:
         check(cache_dtype == "int8", command, "--cache-dtype", "be int8", repr(cache_dtype[:40]))
     placement = _asked(command, device, dtype)
     options = placement if packed is None else {**placement, "packed": packed}
     options = options if cache_dtype is None else {**options, "cache_dtype": torch.int8}
     language_model: Any = models.load(model, **options)
+    if adapter is not None:
+        models.load_adapter(language_model, adapter, adapter)
     if drafter is not None:
         language_model.drafters = dict([load_drafter(command, model, language_model, drafter, device, dtype)])
     return language_model

@@ -82,7 +82,7 @@ def create_app(
     drafters: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`,
-    `/v1/tokenize`, `/v1/detokenize`, `/v1/models`, `/health`, `/metrics`, and a page at `/`.
+    `/v1/tokenize`, `/v1/detokenize`, `/v1/models` (an adapter there can be deleted), `/health`, `/metrics`, and a page at `/`.
 
     Args:
         engine: closed when the application ends.
@@ -191,6 +191,11 @@ def create_app(
     async def one(wanted: str) -> dict[str, Any]:
         front.check_model(wanted)
         return described(wanted)
+
+    @app.delete("/v1/models/{wanted:path}")
+    async def unload(wanted: str) -> dict[str, Any]:
+        await in_thread(lambda: front.unload(wanted))
+        return {"id": wanted, "object": "model", "deleted": True}
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

@@ -66,6 +66,17 @@ class Frontend:
             fault = f"the model {shown(model)} is not served here; {names} {'are' if self.adapters else 'is'}"
             raise Refused(fault, 404, "model", "model_not_found")
 
+    def unload(self, name: str) -> None:
+        """Takes an adapter from the model. Refused for the model itself, and for an adapter that a request uses."""
+        self.check_model(name)
+        if name == self.name:
+            raise Refused(f"{name!r} is the model; only its adapters can be deleted", 400, "model")
+        try:
+            self.engine.unload_adapter(name)
+        except ValueError:
+            self.check_model(name)  # someone else has deleted it meanwhile
+            raise Refused(f"requests use {name!r}: delete it when they have ended", 409, "model") from None
+
     def prepare(self, grammar: Grammar) -> int:
         """Makes a grammar's automaton over the tokens, as requests will ask for it; returns the bytes of its automata,
         about."""

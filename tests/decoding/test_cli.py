@@ -22,6 +22,7 @@ from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.models.checkpoints.zoo import WEIGHTS
 from tests.support.drafters import eagle_head
 from tests.support.forks import forked
+from tests.support.lora import random_adapter
 
 load_tiny_code = models.load
 GENERATE = ["generate", "--prompt", "def f(", "--max-new-tokens", "24"]
@@ -504,3 +505,24 @@ def test_drafters_are_attached(noise: Transformer, tmp_path: Path) -> None:
     assert wrong.exit_code == 2 and "config.json" in wrong.stderr
     wrong = run(*GENERATE, "--block-size", "most")
     assert wrong.exit_code == 2 and "--block-size must be a number or auto, got 'most'" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_adapter_is_applied(command: str, noise: Transformer, tmp_path: Path) -> None:
+    """The text is that of Python with the adapter, by every method, and `--check` compares with greedy decoding under it."""
+    folder = str(random_adapter(noise, tmp_path / "poems", 4, 1, size=1.0))
+    models.load_adapter(noise, "expected", folder)
+    plain, expected = (
+        decoding.generate(noise, "def f(", adapter=name, max_new_tokens=24).text for name in (None, "expected")
+    )
+    assert plain != expected
+    if command == "generate":
+        for method in ("autoregressive", "jacobi"):
+            noise.adapters.pop(folder, None)
+            result = run(*GENERATE, "--method", method, "--adapter", folder, "--check", COLUMNS="400")
+            assert result.exit_code == 0 and "identical" in result.stdout, result.output
+            assert visible(expected) in result.stdout and visible(plain) not in result.stdout
+    words = [command, *(GENERATE[1:] if command == "generate" else ["--model", "tiny-code"])]
+    noise.adapters.pop(folder, None)
+    wrong = run(*words, "--adapter", str(tmp_path / "gone"))
+    assert wrong.exit_code == 2 and "must be a folder that exists" in wrong.stderr

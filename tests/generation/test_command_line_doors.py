@@ -103,7 +103,7 @@ def test_objects_cannot_be_typed(command: str, arrived: list[SamplingParams], tm
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_loaded_adapter_cannot_be_named(command: str, arrived: list[SamplingParams], tmp_path: Path) -> None:
-    """These commands load none."""
+    """`generate` and `chat` load one by `--adapter`, a folder; `batch` merges one."""
     result = run(command, tmp_path, "--option", "adapter=style")
     words = f"error: pdkernels.{command}: --option adapter= is not an option of a method."
     assert result.exit_code == 2 and result.stderr.startswith(words) and not arrived

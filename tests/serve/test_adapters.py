@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,38 @@ def test_unloaded_while_it_is_served(client: Any, tmp_path: Path) -> None:
     engine.unload_adapter("brief")
     assert client.post("/v1/completions", json=CODE | {"model": "brief"}).status_code == 404
     assert client.get("/v1/models/brief").status_code == 404
+
+
+def test_deleted_over_http(client: Any, tmp_path: Path) -> None:
+    """Not while a request uses it, and not the model itself."""
+    engine, path = client.app.state.engine, "/v1/models/org/brief"
+    engine.load_adapter("org/brief", random_adapter(client.served, tmp_path / "brief", 4, 9))
+    before = client.get("/v1/models").json()["data"]
+    entered, released = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        entered.set()
+        assert released.wait(60)
+
+    handle = engine.submit(CODE["prompt"], adapter="org/brief", max_new_tokens=4, on_tokens=wait)
+    assert entered.wait(60)
+    answer = client.delete(path)
+    released.set()
+    assert answer.status_code == 409 and "requests use 'org/brief'" in answer.json()["error"]["message"]
+    handle.result(60)
+    for _ in range(100):  # its row is given up a moment after its result
+        answer = client.delete(path)
+        if answer.status_code != 409:
+            break
+        time.sleep(0.05)
+    assert answer.status_code == 200
+    assert answer.json() == {"id": "org/brief", "object": "model", "deleted": True}
+    assert client.get("/v1/models").json()["data"] == [one for one in before if one["id"] != "org/brief"]
+    assert client.post("/v1/completions", json=CODE | {"model": "org/brief"}).status_code == 404
+    assert client.delete(path).status_code == 404
+    answer = client.delete("/v1/models/tiny")
+    assert answer.status_code == 400 and "only its adapters can be deleted" in answer.json()["error"]["message"]
+    assert client.post("/v1/completions", json=CODE).status_code == 200
 
 
 def test_a_model_is_not_called_like_an_adapter(client: Any) -> None:
