@@ -20,6 +20,7 @@ from typing import Any
 ENGINES = {
     "pdkernels": "ours:Ours",
     "llama.cpp": "llama:LlamaCpp",
+    "llama.cpp's diffusion example": "llama_diffusion:LlamaDiffusion",
     "ik_llama.cpp": "ik_llama:IkLlama",
     "transformers": "peers:Transformers",
     "OpenVINO": "peers:OpenVino",
@@ -27,7 +28,20 @@ ENGINES = {
     "vLLM": "peers:Vllm",
 }
 """The module of bench/workers and the class."""
-METHODS = ("about", "choices", "begin", "forward", "prompt", "answer", "drafted", "in_pieces", "clients", "memory")
+METHODS = (
+    "about",
+    "choices",
+    "begin",
+    "forward",
+    "prompt",
+    "answer",
+    "drafted",
+    "in_pieces",
+    "clients",
+    "memory",
+    "canvas",
+    "denoise",
+)
 
 
 def new(spec: dict[str, Any]) -> Any:

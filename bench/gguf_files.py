@@ -17,6 +17,22 @@ QWEN3_1_7B = {
     "attention.key_length": 128,
     "attention.value_length": 128,
 }
+LLADA_8B = {
+    "context_length": 4096,
+    "embedding_length": 4096,
+    "feed_forward_length": 12288,
+    "attention.head_count": 32,
+    "attention.head_count_kv": 32,
+    "rope.dimension_count": 128,
+    "vocab_size": 126464,
+}
+LLADA_MASK = 126336
+# Codes are any; a scale makes weights of a deviation of about 0.02. Where a block's scale lies, and what it is; Q6_K also has scales of 8 bits.
+_SCALES = {
+    "Q8_0": (slice(0, 2), 0.02 / 74),
+    "Q4_0": (slice(0, 2), 0.02 / 4.6),
+    "Q6_K": (slice(208, 210), 0.02 / 18.5 / 16),
+}
 
 
 def requantized(file: Path, format: str, folder: Path) -> Path:
@@ -59,15 +75,54 @@ def random_weights(file: Path, format: str, folder: Path, sizes: dict[str, int] 
         if len(shape) == 1:
             writer.add_tensor(tensor, numpy.ones(shape, dtype=numpy.float32))
             continue
-        kind = gguf.GGMLQuantizationType["Q8_0" if tensor == EMBEDDING else format]
-        columns, bytes_each = gguf.GGML_QUANT_SIZES[kind]
-        # Codes are any; a scale makes weights of a deviation of about 0.02.
-        blocks = draw.integers(0, 256, (shape[0], shape[1] // columns, bytes_each), dtype=numpy.uint8)
-        scale = numpy.float16({"Q8_0": 0.02 / 74, "Q4_0": 0.02 / 4.6}[kind.name])
-        blocks[..., :2] = numpy.frombuffer(scale.tobytes(), dtype=numpy.uint8)
-        writer.add_tensor(tensor, blocks.reshape(shape[0], -1), raw_dtype=kind)
+        _add_random(writer, tensor, shape, "Q8_0" if tensor == EMBEDDING else format, draw)
     _write(writer)
     return path
+
+
+def random_llada(layers: int, format: str, folder: Path) -> Path:
+    """Random weights in the shape of some layers of LLaDA-8B with its embedding and head, which is Q6_K as llama.cpp's own tool has it. Without a tokenizer."""
+    import gguf
+    import numpy
+
+    draw, path = numpy.random.default_rng(0), folder / f"random-llada-{layers}-{format}.gguf"
+    writer = gguf.GGUFWriter(path, "llada")
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{format}"])
+    for name, size in {"block_count": layers, **LLADA_8B}.items():
+        writer.add_uint32(f"llada.{name}", size)
+    writer.add_float32("llada.rope.freq_base", 500000.0)
+    writer.add_float32("llada.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_bool("llada.attention.causal", False)
+    writer.add_bool("diffusion.shift_logits", False)
+    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    writer.add_uint32("tokenizer.ggml.mask_token_id", LLADA_MASK)
+    sizes = {"block_count": layers, "attention.key_length": 128, **LLADA_8B}
+    for tensor, shape in [
+        *_tensors(sizes, LLADA_8B["vocab_size"]),
+        ("output.weight", (LLADA_8B["vocab_size"], LLADA_8B["embedding_length"])),
+    ]:
+        if tensor.endswith(("_q_norm.weight", "_k_norm.weight")):
+            continue  # of Qwen3
+        if len(shape) == 1:
+            writer.add_tensor(tensor, numpy.ones(shape, dtype=numpy.float32))
+        else:
+            _add_random(writer, tensor, shape, "Q6_K" if tensor == "output.weight" else format, draw)
+    _write(writer)
+    return path
+
+
+def _add_random(writer: Any, tensor: str, shape: tuple[int, ...], format: str, draw: Any) -> None:
+    import gguf
+    import numpy
+
+    kind = gguf.GGMLQuantizationType[format]
+    columns, bytes_each = gguf.GGML_QUANT_SIZES[kind]
+    blocks = draw.integers(0, 256, (shape[0], shape[1] // columns, bytes_each), dtype=numpy.uint8)
+    where, scale = _SCALES[format]
+    if format == "Q6_K":
+        blocks[..., 192:208] = 16
+    blocks[..., where] = numpy.frombuffer(numpy.float16(scale).tobytes(), dtype=numpy.uint8)
+    writer.add_tensor(tensor, blocks.reshape(shape[0], -1), raw_dtype=kind)
 
 
 def _tensors(sizes: dict[str, int], vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -63,6 +63,14 @@ class Engine:
         """A client for each prompt, all at once, greedy."""
         raise NotImplementedError("it has no clients here")
 
+    def canvas(self, tokens: Tokens, candidates: int) -> float:
+        """The time of a forward over a whole canvas, and of the choices at its last positions."""
+        raise NotImplementedError("it has no models that see both directions")
+
+    def denoise(self, prompt: Tokens, new: int, steps: int, mask: int) -> tuple[float, Tokens]:
+        """The time of a step that fills an equal share of a canvas after the prompt, and the tokens."""
+        raise NotImplementedError("it has no models that see both directions")
+
     def memory(self) -> float:
         """Peak of this process in MB."""
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -61,6 +61,21 @@ class Ours(Engine):
         took, found = self.timed(lambda: run(self.model, prompt, max_new_tokens=new, end_tokens=(), **options))
         return took, found.tokens.tolist()
 
+    def canvas(self, tokens: Tokens, candidates: int) -> float:
+        torch, given = self.torch, self.torch.tensor([tokens])
+        cache, start = self.model.new_cache(1, len(tokens)), torch.zeros(1, dtype=torch.long)
+
+        def run() -> None:
+            rows = self.model.recompute(given, cache, start, visible=start + len(tokens))
+            self.model.statistics(rows[:, len(tokens) - candidates :]).ids.tolist()
+
+        return self.timed(run)[0]
+
+    def denoise(self, prompt: Tokens, new: int, steps: int, mask: int) -> tuple[float, Tokens]:
+        options = {"max_new_tokens": new, "end_tokens": (), "mask_token": mask}
+        took, found = self.timed(lambda: self.pd.decoding.generate(self.model, prompt, "llada", steps=steps, **options))
+        return took / steps, found.tokens.tolist()
+
     def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "none": ("autoregressive", {}),
