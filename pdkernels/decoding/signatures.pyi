@@ -112,6 +112,7 @@ class BlockDiffusion(Autoregressive, total=False):
     refresh: Literal["causal", "bidirectional"]
     mask_token: int | None
     sampler: SamplerHead | None
+    speculate: int
 
 class FastDllmV2(Request, total=False):
     block_size: int

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.decoding.masked._speculation import ranked_sets
+from pdkernels.decoding.canvas.states import ranked_sets
 from pdkernels.grammar import Grammar
 from tests.support.base import seeds
 from tests.support.masked import MASK, prompts, small_masked

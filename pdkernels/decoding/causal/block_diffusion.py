@@ -18,9 +18,11 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding.canvas.canvas import share
+from pdkernels.decoding.causal._block_states import BlockStates
 from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding.grammar_fill import Guessed, joint_guesses, settle_
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, unfinished
+from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.grammar_rows import GrammarRows
 from pdkernels.generation.noise import (
     OWN,
@@ -43,6 +45,7 @@ _OP = "decoding.block_diffusion"
 Refresh = Literal["causal", "bidirectional"]
 
 _SIZES = (4, 8, 16, 32)  # of blocks, if it is chosen
+_MOST_STATES = 64
 _GAIN = 1.37  # tokens per forward of a block over those of one of half its size: the oracle's in Table 4
 
 
@@ -65,6 +68,9 @@ class BlockSteps(Steps):
             filters.
         sampler: a trained network whose scores replace the confidence; for temperature 0. It leaves slots after an end
             token masked.
+        speculate: further states of a block that a forward computes, those that the coming steps may reach. A step whose
+            state is among them needs no forward; the tokens are the same. With threshold=None, and without a grammar, a
+            bias or penalties.
     """
 
     forms = ("step", "refresh")
@@ -83,7 +89,15 @@ class BlockSteps(Steps):
         allow_mask_token: bool = False,
         page_size: int | None = None,
         sampler: SamplerHead | None = None,
+        speculate: int = 0,
     ) -> None:
+        valid = type(speculate) is int and 0 <= speculate <= _MOST_STATES
+        check(valid, _OP, "speculate", f"be an int from 0 to {_MOST_STATES}", speculate)
+        check(not speculate or threshold is None, _OP, "threshold", "be None with speculate", threshold)
+        # Filters know the rows of a batch by the sequence they belong to, and states are further rows.
+        filtered = isinstance(session.model, FilteredModel)
+        check(not speculate or not filtered, _OP, "speculate", "be 0 with a grammar, a bias or penalties", speculate)
+        self.lacks = self.needs_host = "`speculate` above 0" if speculate else ""
         size, chosen = checked_block_size(_OP, block_size, _SIZES[-1])
         if threshold is not None:
             checked_number(_OP, "threshold", threshold)
@@ -124,7 +138,8 @@ class BlockSteps(Steps):
         self.limits = torch.full_like(self.nothing, self.limit)
         self.written = torch.zeros_like(self.nothing)  # tokens of the blocks before this one
         self.passes = torch.zeros_like(self.nothing)  # steps over this block
-        self.entry = Entry(session.batch, device, form=None, taking=None, block=block_size)
+        self.entry = Entry(session.batch, device, form=None, taking=None, ran=None, block=block_size)
+        self.states = BlockStates(session, self.cache, block_size, 1 + speculate, page_size) if speculate else None
 
     @classmethod
     def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
@@ -167,7 +182,10 @@ class BlockSteps(Steps):
         self.forward += self.entry.pending
         self.cache.commit_(counts)
         self.passes.zero_()
+        self.entry.ran.fill_(1)
         self.entry.block.fill_(self.mask_token)
+        if self.states is not None:
+            self.states.begin()
         if self.filled:
             first = self.sampler.sample(logits, self.cache.lengths[:, None], self.seeds, OWN, self.banned)
             self.entry.block[:, :1] = first
@@ -178,7 +196,7 @@ class BlockSteps(Steps):
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         model, entry, block, filled = self.model, self.entry, self.entry.block, self.filled
-        hidden = model.hidden(block, cache=self.cache, counts=self.nothing, mask=self.bidirectional)
+        hidden = self._hidden()
         self.forward += entry.taking
         stop = self.block_size - filled
         if self.network is None:
@@ -220,8 +238,22 @@ class BlockSteps(Steps):
             tokens, places = block[:, filled:], self.cache.lengths[:, None] + self.slot[filled:]
             self.session.note(unfiltered, tokens, places, masked & (tokens != self.mask_token))
         self.passes += 1
+        if self.states is not None:
+            self.states.expect(block, ids, confidence, entry.taking, filled, self.mask_token)
         self._found(no_choice, done.committed)
         self._look()
+
+    def _hidden(self) -> torch.Tensor:
+        """Of all rows of the blocks."""
+        block, mask = self.entry.block, self.bidirectional
+        if self.states is None:
+            hidden: torch.Tensor = self.model.hidden(block, cache=self.cache, counts=self.nothing, mask=mask)
+            return hidden
+        quotas = self.quotas.tolist()
+        coming = [quotas[n:] for n in self.passes.tolist()]
+        hidden, ran = self.states.hidden(self.model, block, self.entry.taking, mask, coming)
+        self.entry.ran.fill_(ran)
+        return hidden
 
     def _what_is_guessed(self, grammar: GrammarRows, hidden: torch.Tensor) -> Guessed:
         """For `grammar`, with the rows of `hidden` of a filtered model."""
@@ -269,8 +301,9 @@ class BlockSteps(Steps):
         return session.batch
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        taken_part: int = sum(row.taking for row in before)
-        session.forwards += taken_part > 0
+        ran = rows[0].ran
+        taken_part: int = sum(row.taking for row in before) * ran
+        session.forwards += ran and taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
             if not old.taking:
                 continue

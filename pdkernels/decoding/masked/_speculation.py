@@ -7,31 +7,15 @@ several others. The choice of states by `ranked_sets` is ours; Spiffy calibrates
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
-from itertools import combinations
+from collections.abc import Sequence
 
 import torch
 
 from pdkernels.decoding.canvas.canvas import Canvas, Step, Window
+from pdkernels.decoding.canvas.states import groups_of, ranked_sets
 from pdkernels.generation.session import Session, to_device_async
 
 Schedule = Sequence[tuple[Window, int]]  # the window of each step, and how many positions the step fills
-
-_SKIP = 1.5  # a group that is left out costs as much as so many steps
-_MOST = 7  # groups of a set
-
-
-@cache
-def ranked_sets(count: int) -> tuple[tuple[int, ...], ...]:
-    """The `count` most likely states, each as the groups that are filled by then: numbers of an expected order.
-
-    >>> ranked_sets(4)
-    ((0,), (0, 1), (1,), (0, 1, 2))
-    """
-    sets = [groups for size in range(1, _MOST + 1) for groups in combinations(range(_MOST), size)]
-    costs = {groups: len(groups) + _SKIP * (sum(groups) - sum(range(len(groups)))) for groups in sets}
-    return tuple(sorted(sets, key=lambda groups: (costs[groups], groups))[:count])
 
 
 class States:
@@ -72,7 +56,7 @@ class States:
     def _drafts(self, number: int, quotas: Sequence[int]) -> list[tuple[int, ...]]:
         """`states` texts of a sequence: its own, others that may follow it, and copies of its own in place of more."""
         answer, expected, tokens = self._canvas.answers[number], self._expected[number], self._tokens[number]
-        groups = list(_groups(expected, quotas))
+        groups = list(groups_of(expected, quotas))
         texts = [tuple(answer)]
         for chosen in ranked_sets(4 * self._states):
             if len(texts) == self._states:
@@ -105,16 +89,6 @@ class States:
             left = [guess for guess in guesses if answer[guess[0]] == mask]
             self._tokens[number] = {at: token for at, token, _ in left}
             self._expected[number] = [at for at, _, _ in sorted(left, key=lambda guess: (-guess[2], guess[0]))]
-
-
-def _groups(expected: Sequence[int], quotas: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The positions that each of the coming steps is expected to fill."""
-    first = 0
-    for quota in quotas:
-        if first + quota > len(expected):
-            return
-        yield expected[first : first + quota]
-        first += quota
 
 
 def _coming(schedule: Schedule) -> list[int]:
