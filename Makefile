@@ -15,7 +15,7 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 demo-gemma3 test test-all test-versions mutations compiled lint format types docs findings figures bench build wheel release-check hf-kernels custom-generate sanitize clean
+.PHONY: help demo demo-smollm2 demo-gemma3 test test-all test-versions fuzz-http mutations compiled lint format types docs findings figures bench build wheel release-check hf-kernels custom-generate sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,6 +46,9 @@ test-all: ## the tests with all long sweeps
 
 test-versions: ## the oldest and the newest version of each optional package, with the tests that meet it (network); ONLY="peft gguf" chooses
 	@$(WITH) test scripts/versions.py --workers $(WORKERS) $(ONLY)
+
+fuzz-http: ## Schemathesis asks a server everything that its OpenAPI description says, and what it does not (network)
+	@$(WITH) test -m tests.harness.http_fuzz
 
 mutations: ## whether the fast tests of the decoders find planted faults
 	@$(WITH) test -m tests.harness.mutations

@@ -33,6 +33,7 @@ from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.compiling import GrammarPool
+from pdkernels.serve.description import describe, methods_of
 from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure, why_closed
 from pdkernels.serve.frontend import Frontend
 from pdkernels.serve.gate import Gate, log_failure
@@ -82,7 +83,8 @@ def create_app(
     drafters: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`,
-    `/v1/tokenize`, `/v1/detokenize`, `/v1/models` (an adapter there can be deleted), `/health`, `/metrics`, and a page at `/`.
+    `/v1/tokenize`, `/v1/detokenize`, `/v1/models` (an adapter there can be deleted), `/health`, `/metrics`, `/openapi.json`, and a
+    page at `/`.
 
     Args:
         engine: closed when the application ends.
@@ -121,7 +123,7 @@ def create_app(
             if not await run(partial(engine.close, finish=True, timeout=bounds.shutdown)):
                 await run(partial(engine.close, finish=False, timeout=10.0))
 
-    app = FastAPI(title="pdkernels", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="pdkernels", lifespan=lifespan, docs_url=None, redoc_url=None)
     checks: dict[str, Any] = {"api_key": api_key, "origins": origins, "hosts": hosts}
     app.add_middleware(Gate, body=bounds.body, seconds=bounds.body_seconds, **checks)
     if origins:  # before the gate: a browser asks without the key whether it may send it
@@ -141,6 +143,8 @@ def create_app(
             status, parameter, code, text = error.status, error.parameter, error.code, str(error)
         elif isinstance(error, HTTPException):
             status, headers, where = error.status_code, dict(error.headers or {}), clipped(request.url.path, 200)
+            if status == 405:
+                headers = {"Allow": ", ".join(methods_of(app, request.url.path))}
             texts = {404: f"there is no {where} here", 405: f"{where} does not take {request.method}"}
             text = texts.get(status, error.detail)
         elif isinstance(error, EngineFull):
@@ -248,4 +252,5 @@ def create_app(
         data = json.dumps(facts).replace("<", "\\u003c")  # no text can close the script's element
         return HTMLResponse(text.replace("{{facts}}", data).replace("{{name}}", html.escape(name)))
 
+    describe(app, lambda: [name, *front.adapters])
     return app

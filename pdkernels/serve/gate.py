@@ -106,9 +106,8 @@ class Gate:
         if body is None:
             return
         kind = headers.get(b"content-type", [""])[-1].partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and not (
-            kind == "application/json" or re.fullmatch(r"application/\S+\+json", kind)
-        ):
+        is_json = kind == "application/json" or re.fullmatch(r"application/\S+\+json", kind)
+        if scope["method"] == "POST" and (body or kind) and not is_json:
             raise Refused("the body must be a JSON object, sent with Content-Type: application/json", 400)
         await self._app(scope, _replayed(body, receive), send)
 
