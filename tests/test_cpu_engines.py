@@ -154,6 +154,7 @@ def test_a_worker_answers_and_refuses(tmp_path: Path) -> None:
         assert took > 0 and tokens == greedy.tokens.tolist()
         took, pieces = worker("in_pieces", text * 3, 4, 2)
         assert took > 0 and [pieces] == worker("clients", [text * 3], 4, False)[2]
+        assert worker("other_cache", text * 3, 4)[1] == pieces
         for how in ("none", "lookup", "lookup, auto", "suffix, auto"):
             took, tokens, forwards = worker("drafted", text, 6, how)
             assert took > 0 and tokens == greedy.tokens.tolist() and 0 < forwards <= 6
@@ -178,12 +179,15 @@ def test_answers_that_change_are_counted() -> None:
             changed = [7, 8, *[7] * (new - 2)]
             return 15.0, [changed if way == same_tokens.DRAFTS and prompt == [2] else [7] * new for prompt in prompts]
 
-    found: dict[str, Any] = {"tokens": 4, "machine": "one", "torch": "2", "builds": {"a": "a 1"}, "rows": {}}
+    row: dict[str, Any] = {"questions": 0, "refused": {}}
+    found: dict[str, Any] = {"tokens": 4, "machine": "one", "torch": "2", "model": "m", "builds": {"a": "a 1"}}
+    found["rows"] = {"a": row, "b": {"questions": 0, "refused": {}}}
     for prompts in ([[1], [2]], [[3]]):
-        same_tokens.measure({"a": Engine()}, prompts, 4, found["rows"])  # type: ignore[dict-item]
-    assert told.count(same_tokens.THREADS) == 1
+        same_tokens.measure(Engine(), prompts, 4, row)  # type: ignore[arg-type]
+    assert told.count(same_tokens.THREADS) == 1 and row["questions"] == 3
     assert found["rows"]["a"]["drafts"] == {"first": [-1, 1, -1], "ms": 30.0, "alone_ms": 60.0}
-    assert "| a | 0 of 3 | 1 of 3 (1) | 0 of 3 | - | 0 of 3 | 2.00x |" in same_tokens.same_tokens(found)
+    table = same_tokens.same_tokens(found)
+    assert "| a | 0 of 3 | 1 of 3 (1) | 0 of 3 | - | 0 of 3 | 0 of 3 | 2.00x |" in table and "| b |" not in table
 
 
 def test_prompts_of_a_batch_are_padded_on_the_left() -> None:
@@ -254,7 +258,7 @@ def test_vllm_has_an_engine_for_each_kind_and_its_steps_are_counted(monkeypatch:
         def step(self) -> list[Any]:
             self.steps_left -= 1
             ids = tuple(range(self.size if self.steps_left == 0 else 1))
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids)])]
+            return [SimpleNamespace(request_id="0", outputs=[SimpleNamespace(token_ids=ids)])]
 
     class Platform:
         register_triton_kernel_overrides = None
@@ -275,6 +279,8 @@ def test_vllm_has_an_engine_for_each_kind_and_its_steps_are_counted(monkeypatch:
     lookup, head = (options["speculative_config"] for options in made[1:])
     assert lookup["num_speculative_tokens"] == DRAFT and lookup["prompt_lookup_max"] == 2
     assert head == {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+    assert worker.in_pieces([5, 6], 4, 16)[1] == [0, 1, 2, 3] and made[-1]["max_num_batched_tokens"] == 16
+    assert worker.clients([[5, 6]], 4, False)[2] == [[0, 1, 2, 3]] and made[-1]["max_num_seqs"] == 1
     with pytest.raises(NotImplementedError, match="early exit"):
         worker.drafted([5, 6], 4, "early exit")
 

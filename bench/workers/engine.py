@@ -59,6 +59,10 @@ class Engine:
         """As `answer` without lookup, with the prompt read in pieces of `piece` tokens."""
         raise NotImplementedError("it reads prompts whole")
 
+    def other_cache(self, prompt: Tokens, new: int) -> tuple[float, Tokens]:
+        """As `answer` without lookup, with a cache in pages if `answer` has one that is whole, and the other way round."""
+        raise NotImplementedError("it has one kind of cache")
+
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         """A client for each prompt, all at once, greedy."""
         raise NotImplementedError("it has no clients here")

@@ -102,6 +102,12 @@ class Ours(Engine):
             )
         return took, found.tokens.tolist()
 
+    def other_cache(self, prompt: Tokens, new: int) -> tuple[float, Tokens]:
+        run = self.pd.decoding.generate
+        options = {"max_new_tokens": new, "end_tokens": (), "page_size": 16}
+        took, found = self.timed(lambda: run(self.model, prompt, "autoregressive", **options))
+        return took, found.tokens.tolist()
+
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         method = ("jacobi", {"draft": "lookup"}) if lookup else ("autoregressive", {})
         if not hasattr(self, "server"):

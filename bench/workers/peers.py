@@ -124,8 +124,7 @@ class OpenVino(Engine):
 
         self.api, self.numpy, self.tensor, self.spec = openvino_genai, numpy, openvino.Tensor, spec
         self.plain = self.pipeline()
-        self.looking: Any = None
-        self.piecewise: Any = None
+        self.others: dict[str, Any] = {}
 
     def about(self) -> str:
         limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
@@ -202,12 +201,21 @@ class OpenVino(Engine):
     def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
         if not lookup:
             return self.generate(self.plain, prompt, 1, new)
-        self.looking = self.looking or self.pipeline(prompt_lookup=True)
-        return self.generate(self.looking, prompt, 1, new, num_assistant_tokens=DRAFT, max_ngram_size=2)
+        pipeline = self.other("lookup", prompt_lookup=True)
+        return self.generate(pipeline, prompt, 1, new, num_assistant_tokens=DRAFT, max_ngram_size=2)
 
     def in_pieces(self, prompt: Tokens, new: int, piece: int) -> tuple[float, Tokens]:
-        self.piecewise = self.piecewise or self.pipeline(step=piece)
-        return self.generate(self.piecewise, prompt, 1, new)
+        return self.generate(self.other("pieces", step=piece), prompt, 1, new)
+
+    def other(self, name: str, **options: Any) -> Any:
+        """A pipeline beside the plain one, made once."""
+        if name not in self.others:
+            self.others[name] = self.pipeline(**options)
+        return self.others[name]
+
+    def other_cache(self, prompt: Tokens, new: int) -> tuple[float, Tokens]:
+        """Its cache is in pages, unless its attention is that for whole ones."""
+        return self.generate(self.other("whole", ATTENTION_BACKEND="SDPA"), prompt, 1, new)
 
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         """A batch: what pads it on the left is masked."""
@@ -235,6 +243,7 @@ class OnnxRuntime(Engine):
             json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": spec["threads"]}}}})
         )
         self.model = onnxruntime_genai.Model(config)
+        self.padding = json.loads((Path(spec["file"]) / "genai_config.json").read_text())["model"]["pad_token_id"]
 
     def about(self) -> str:
         return str(self.api.__version__)
@@ -276,6 +285,35 @@ class OnnxRuntime(Engine):
         took, _ = self.timed(run)
         return took, fresh.get_sequence(0)[len(prompt) :].tolist()
 
+    def in_pieces(self, prompt: Tokens, new: int, piece: int) -> tuple[float, Tokens]:
+        fresh = self.generator(len(prompt) + new, 1)
+        parts = [prompt[begin : begin + piece] for begin in range(0, len(prompt), piece)]
+
+        def run() -> None:
+            for part in parts:
+                fresh.append_tokens(self.numpy.array([part], dtype=self.numpy.int32))
+            for _ in range(new):
+                fresh.generate_next_token()
+
+        took, _ = self.timed(run)
+        return took, fresh.get_sequence(0)[len(prompt) :].tolist()
+
+    def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
+        """A batch, padded on the right with the token that its tokenizer pads with."""
+        if lookup:
+            raise NotImplementedError("it has no lookup of the prompt")
+        longest = max(map(len, prompts))
+        rows = [prompt + [self.padding] * (longest - len(prompt)) for prompt in prompts]
+        fresh = self.generator(longest + new, len(prompts))
+
+        def run() -> None:
+            fresh.append_tokens(self.numpy.array(rows, dtype=self.numpy.int32))
+            for _ in range(new):
+                fresh.generate_next_token()
+
+        took, _ = self.timed(run)
+        return took, [], [fresh.get_sequence(row)[longest:].tolist() for row in range(len(prompts))]
+
 
 class Vllm(Engine):
     """Of its CPU build. It reads no GGUF file, so that transformers dequantises the weights for it, to `spec["folder"]`."""
@@ -294,7 +332,7 @@ class Vllm(Engine):
         import vllm
 
         torch.set_num_threads(spec["threads"])
-        self.api, self.spec, self.running = vllm, spec, dict[str, Any]()
+        self.api, self.spec, self.running = vllm, spec, dict[tuple[Any, ...], Any]()
         model = dequantized(spec)
         model.hf_quantizer.remove_quantization_config(model)  # or it would not be saved
         model.save_pretrained(spec["folder"])
@@ -303,8 +341,8 @@ class Vllm(Engine):
     def about(self) -> str:
         return str(self.api.__version__)
 
-    def engine(self, how: str) -> Any:
-        """The one with drafts of the kind `how`, kept."""
+    def engine(self, how: str, seats: int = 1, piece: int | None = None) -> Any:
+        """The one with drafts of the kind `how`, for so many texts at once and so many tokens of a prompt in a step; kept."""
         drafts: dict[str, dict[str, Any] | None] = {
             "none": None,
             "lookup": {
@@ -317,35 +355,49 @@ class Vllm(Engine):
         }
         if how not in drafts:
             raise NotImplementedError(f"it has no drafts of the kind {how!r}")
-        if how not in self.running:
-            self.running[how] = self.api.LLM(
+        name = (how, seats, piece)
+        if name not in self.running:
+            self.running[name] = self.api.LLM(
                 self.spec["folder"],
                 skip_tokenizer_init=True,
                 dtype=self.spec.get("dtype", "bfloat16"),
                 enforce_eager=True,
                 enable_prefix_caching=False,  # or a prompt that was read before costs nothing
                 max_model_len=1024,
-                max_num_seqs=1,
+                max_num_seqs=seats,
                 kv_cache_memory_bytes=1 << 28,
                 speculative_config=drafts[how],
+                **({"max_num_batched_tokens": piece} if piece else {}),
             ).llm_engine
             # Kernels are registered once: a second time fails at the names of numba, which the lookup imports.
             type(self.api.platforms.current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
-        return self.running[how]
+        return self.running[name]
+
+    def answers(self, engine: Any, prompts: list[Tokens], new: int) -> tuple[list[Tokens], int]:
+        """All at once, and the steps it took."""
+        settings = self.api.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, settings)
+        steps, found = 0, dict[str, Tokens]()
+        while engine.has_unfinished_requests():
+            found |= {one.request_id: list(one.outputs[0].token_ids) for one in engine.step()}
+            steps += 1
+        return [found[str(number)] for number in range(len(prompts))], steps
 
     def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
         engine = self.engine(how)
-        settings = self.api.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-
-        def run() -> tuple[Tokens, int]:
-            engine.add_request("0", {"prompt_token_ids": prompt}, settings)
-            steps, found = 0, []
-            while engine.has_unfinished_requests():
-                found, steps = engine.step(), steps + 1
-            return list(found[0].outputs[0].token_ids), steps
-
-        took, (tokens, forwards) = self.timed(run)
+        took, ((tokens,), forwards) = self.timed(lambda: self.answers(engine, [prompt], new))
         return took, tokens, forwards
+
+    def in_pieces(self, prompt: Tokens, new: int, piece: int) -> tuple[float, Tokens]:
+        engine = self.engine("none", piece=piece)
+        took, ((tokens,), _) = self.timed(lambda: self.answers(engine, [prompt], new))
+        return took, tokens
+
+    def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
+        engine = self.engine("lookup" if lookup else "none", seats=len(prompts))
+        took, (answers, _) = self.timed(lambda: self.answers(engine, prompts, new))
+        return took, [], answers
 
     def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
         took, tokens, _ = self.drafted(prompt, new, "lookup" if lookup else "none")
