@@ -403,6 +403,7 @@ TABLES = {
     "cpu_engines real models": lambda rows: cpu_engines_report.real_models(CPU_ENGINES, DRAFTERS),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
+    "cache halves": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.packed_markdown),
     "versions": lambda rows: of_file(versions.RESULTS, versions.table_of),
     "diffusion-step": lambda rows: of_file(diffusion_step.RESULTS, diffusion_step.steps_table),
     "diffusion-parts": lambda rows: of_file(diffusion_step.RESULTS, diffusion_step.parts_table),

@@ -110,6 +110,11 @@ class SpeculativeArguments(NamedTuple):
         return self.k_cache.dtype == torch.int8
 
     @property
+    def halved(self) -> bool:
+        """Whether keys and values are in 16 bits beside queries in 32."""
+        return halves(self.q.dtype, self.k_cache.dtype)
+
+    @property
     def batch(self) -> int:
         if self.cu_seqlens is None:
             return self.q.shape[0]
@@ -183,12 +188,36 @@ def refuse_softcap(op: str, softcap: float) -> None:
         )
 
 
+def halves(dtype: torch.dtype, of_cache: torch.dtype) -> bool:
+    """Whether a cache holds rows of that dtype in half the bits, which only CPU kernels read.
+
+    >>> halves(torch.float32, torch.float16), halves(torch.float16, torch.float16)
+    (True, False)
+    """
+    return dtype == torch.float32 and of_cache == torch.float16
+
+
 def check_input(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Call .contiguous() on it.") -> None:
     """Dtype, device and last dimension of a tensor with heads."""
     if x.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise TypeError(message(op, name, "be float32, float16 or bfloat16", x.dtype, "Convert it with .to()."))
     if x.dtype != q.dtype:
         raise TypeError(message(op, name, f"be {q.dtype} like q", x.dtype, "Convert it with .to()."))
+    check_place(op, name, x, q, remedy)
+
+
+def check_halves(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Call .contiguous() on it.") -> None:
+    """Dtype, device and memory of rows in 16 bits beside queries in 32."""
+    if q.device.type == "cuda":
+        wanted = f"be {q.dtype} like q on a GPU"
+        raise TypeError(message(op, name, wanted, x.dtype, "Convert it with .to()."))
+    if x.dtype != torch.float16:
+        raise TypeError(message(op, name, "be float16 like k_cache", x.dtype, "Convert it with .to()."))
+    check_place(op, name, x, q, remedy)
+
+
+def check_place(op: str, name: str, x: Tensor, q: Tensor, remedy: str) -> None:
+    """Device and last dimension of a tensor with heads."""
     if x.device != q.device:
         fail(op, name, f"be on {q.device} like q", x.device, f"Move it with .to({str(q.device)!r}).")
     if x.shape[-1] > 1 and x.stride(-1) != 1:
@@ -199,10 +228,7 @@ def check_quantized(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Cal
     """Dtype, device and memory of rows of an 8-bit cache."""
     if x.dtype != torch.int8:
         raise TypeError(message(op, name, "be int8 like k_cache", x.dtype, "Quantize it with pdkernels.kv_quantize."))
-    if x.device != q.device:
-        fail(op, name, f"be on {q.device} like q", x.device, f"Move it with .to({str(q.device)!r}).")
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        fail(op, name, "have a contiguous last dimension", f"strides {x.stride()}", remedy)
+    check_place(op, name, x, q, remedy)
     if x.storage_offset() % SCALE_BYTES or any(stride % SCALE_BYTES for stride in x.stride()[:-1]):
         actual = f"strides {x.stride()} and an offset of {x.storage_offset()}"
         fail(op, name, f"have rows at multiples of {SCALE_BYTES} bytes, for their scales", actual, remedy)

@@ -104,15 +104,21 @@ inline void unpack_plan(const SameDevice& device, const PlanInputs& plan, Attent
                   words_per_row};
 }
 
-// Rows of keys and values: those of q, or of an 8-bit cache, where a scale follows the codes. An unaligned scale could
-// not be read on every device.
+// The form of rows of a dtype beside queries of another.
+inline CacheRows form_of(ScalarType dtype_of_q, ScalarType dtype) {
+  if (dtype == ScalarType::Char) return CacheRows::kCodes;
+  return dtype == ScalarType::Half && dtype_of_q == ScalarType::Float ? CacheRows::kHalves : CacheRows::kSame;
+}
+
+// Rows of keys and values in some form. The scale after codes must be aligned, or it could not be read on every device.
 struct KeyRows {
   ScalarType dtype;
   int64_t width;
 
-  KeyRows(ScalarType dtype_of_q, int64_t head_dim, bool codes)
-      : dtype(codes ? ScalarType::Char : dtype_of_q),
-        width(head_dim + (codes ? static_cast<int64_t>(sizeof(float)) : 0)) {}
+  KeyRows(ScalarType dtype_of_q, int64_t head_dim, CacheRows form) : dtype(dtype_of_q), width(head_dim) {
+    if (form == CacheRows::kCodes) dtype = ScalarType::Char, width += kScaleBytes;
+    if (form == CacheRows::kHalves) dtype = ScalarType::Half;
+  }
 
   HeadsView view(const SameDevice& device, const Tensor& t, int64_t batch, int64_t tokens, int64_t heads) const {
     if (dtype == ScalarType::Char) {
@@ -135,7 +141,7 @@ inline void require_sizes(const AttentionArgs& args) {
 
 // Everything but the lists of the plan.
 inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const Tensor& lse, AttentionArgs& args,
-                             bool codes = false) {
+                             CacheRows form = CacheRows::kSame) {
   const SameDevice device(in.q);
   STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4, "pdkernels: q, k and v must have 4 dimensions");
   args.element = row_element(in.q);
@@ -149,7 +155,7 @@ inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const
     return heads_view(device, t, in.q.scalar_type(), args.batch, tokens, heads, args.head_dim);
   };
   args.q = view(in.q, args.q_len, args.q_heads);
-  const KeyRows rows(in.q.scalar_type(), args.head_dim, codes);
+  const KeyRows rows(in.q.scalar_type(), args.head_dim, form);
   args.k = rows.view(device, in.k, args.batch, args.kv_len, args.kv_heads);
   args.v = rows.view(device, in.v, args.batch, args.kv_len, args.kv_heads);
   args.out = view(out, args.q_len, args.q_heads);
@@ -176,7 +182,7 @@ inline void unpack_prefix(const SameDevice& device, ScalarType dtype, const Tens
   args.pages.pages_per_sequence = block_table.has_value() ? block_table->size(1) : 1;
   STD_TORCH_CHECK(block_table.has_value() ? args.pages.page_size > 0 : args.pages.num_pages == args.batch,
                   "pdkernels: the cache must have a batch entry a sequence, or pages of at least one slot");
-  const KeyRows rows(dtype, args.head_dim, args.codes);
+  const KeyRows rows(dtype, args.head_dim, args.form);
   const auto view = [&](const Tensor& t) {
     return rows.view(device, t, args.pages.num_pages, args.pages.page_size, args.kv_heads);
   };
@@ -216,10 +222,10 @@ void unpack_speculative(const SpeculativeInputs<Cache>& in, const Tensor& out, c
                         SpeculativeArgs& args) {
   const bool packed = in.packed();
   const SameDevice device(in.q);
-  args.codes = in.k_cache.scalar_type() == ScalarType::Char;
+  args.form = form_of(in.q.scalar_type(), in.k_cache.scalar_type());
   unpack_attention({as_entry(in.q, packed), as_entry(in.k_new, packed), as_entry(in.v_new, packed), in.plan, in.scale,
                     in.sinks, in.softcap},
-                   as_entry(out, packed), lse, args, args.codes);
+                   as_entry(out, packed), lse, args, args.form);
   if (packed) {
     args.batch = in.cu_seqlens->size(0) - 1, args.q_len = args.kv_len = in.max_new;
     args.row_begins = index_view(device, in.cu_seqlens, 1, args.batch + 1);

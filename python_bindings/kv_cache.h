@@ -58,7 +58,7 @@ inline QuantizeArgs unpack_quantize(const Tensor& x, const Tensor& rows) {
   const SameDevice device(x);
   PDK_CHECK(x.dim() == 4 && x.stride(3) == 1);
   QuantizeArgs args;
-  args.element = row_element(x), args.head_dim = x.size(3);
+  args.element = row_element(x), args.head_dim = x.size(3), args.form = CacheRows::kCodes;
   device.require(rows, ScalarType::Char,
                  {x.size(0), x.size(1), x.size(2), args.head_dim + static_cast<int64_t>(sizeof(float))});
   args.x = bytes(x), args.rows = bytes(rows);

@@ -38,7 +38,7 @@ inline void unpack_attention(const LayersInputs& in, const BindInputs& bound, Tr
   const SameDevice device(bound.norm);
   SpeculativeArgs& attention = args.attention;
   const ScalarType dtype = bound.norm.scalar_type();
-  attention.codes = in.k_cache.scalar_type() == ScalarType::Char;
+  attention.form = form_of(dtype, in.k_cache.scalar_type());
   attention.element = row_element(dtype), attention.batch = in.lengths.size(0);
   attention.q_len = attention.kv_len = in.longest, attention.lse_stride = in.x.size(1);
   if (in.cu_seqlens.has_value()) {

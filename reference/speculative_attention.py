@@ -77,6 +77,8 @@ def speculative_attention(
         if k.dtype == torch.int8:
             queries = queries.to(torch.promote_types(q.dtype, torch.float32))
             k, v = (kv_dequantize(x, queries.dtype) for x in (k, v))
+        elif k.dtype == torch.float16 != q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         mask = torch.cat([masks.new_ones(new, length), masks[b, :new, :new]], dim=1)
         if starts is not None:
             packed = cu_seqlens is not None and starts.shape == (1, len(q))

@@ -9,6 +9,18 @@
 
 namespace pdkernels {
 
+// What a cache holds of a row of a head: its numbers as they are; `head_dim` codes in [-127, 127] and their scale, a
+// float; or, of float32, numbers of 16 bits.
+enum class CacheRows : uint8_t { kSame, kCodes, kHalves };
+
+constexpr int64_t kScaleBytes = sizeof(float);
+
+// Bytes of a row of `head_dim` elements of `element_bytes`.
+constexpr int64_t cache_row_bytes(CacheRows rows, int64_t head_dim, int64_t element_bytes) {
+  if (rows == CacheRows::kCodes) return head_dim + kScaleBytes;
+  return head_dim * (rows == CacheRows::kHalves ? static_cast<int64_t>(sizeof(uint16_t)) : element_bytes);
+}
+
 // Layout of the rows of one side (all K buffers, or all V buffers) in memory, in bytes.
 struct RowLayout {
   int64_t page_stride = 0;

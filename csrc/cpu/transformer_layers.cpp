@@ -97,26 +97,32 @@ class Layers {
     attention_.q = heads_view(memory_.normed_qk, of_qk, dim);
     attention_.k = heads_view(head(memory_.normed_qk, queries), of_qk, dim);
     attention_.v = heads_view(head(memory_.qkv, args_.turned_heads()), all, dim);
-    if (attention_.codes) {  // attention reads and stores the codes of the new rows
-      const int64_t row = dim + LayersMemory::kScaleBytes, kv_heads = attention_.kv_heads;
-      const HeadsView codes[2] = {heads_view(memory_.codes, 2 * kv_heads, row),
-                                  heads_view(memory_.codes + kv_heads * row, 2 * kv_heads, row)};
-      quantize_[0] = quantization(attention_.k, codes[0]), quantize_[1] = quantization(attention_.v, codes[1]);
-      attention_.k = codes[0], attention_.v = codes[1];
+    if (converts()) {  // attention reads and stores the new rows in the cache's form
+      const CacheRows form = attention_.form;
+      const int64_t bytes = cache_row_bytes(form, dim, size_), kv_heads = attention_.kv_heads;
+      const int64_t row = form == CacheRows::kCodes ? bytes : dim;
+      const HeadsView stored[2] = {heads_view(memory_.stored, 2 * kv_heads, row),
+                                   heads_view(memory_.stored + kv_heads * bytes, 2 * kv_heads, row)};
+      convert_[0] = conversion(attention_.k, stored[0], bytes / row);
+      convert_[1] = conversion(attention_.v, stored[1], bytes / row);
+      attention_.k = stored[0], attention_.v = stored[1];
     }
     attention_.out = heads_view(memory_.mixed, queries, dim);
     attention_.lse = memory_.lse;
     attention_.parts = memory_.parts, attention_.parts_lse = memory_.parts_lse;
   }
 
-  QuantizeArgs quantization(const HeadsView& x, const HeadsView& codes) const {
+  bool converts() const { return attention_.form != CacheRows::kSame; }
+
+  QuantizeArgs conversion(const HeadsView& x, const HeadsView& stored, int64_t stored_size) const {
     QuantizeArgs args;
-    args.element = attention_.element, args.head_dim = attention_.head_dim;
-    args.x = static_cast<char*>(x.data), args.rows = static_cast<char*>(codes.data);
+    args.element = attention_.element, args.form = attention_.form, args.head_dim = attention_.head_dim;
+    args.x = static_cast<char*>(x.data), args.rows = static_cast<char*>(stored.data);
     args.sizes[0] = args_.entries(), args.sizes[1] = args_.entry_rows(), args.sizes[2] = attention_.kv_heads;
     const int64_t x_strides[3] = {x.batch_stride, x.token_stride, x.head_stride};
-    const int64_t row_strides[3] = {codes.batch_stride, codes.token_stride, codes.head_stride};
-    for (int d = 0; d < 3; ++d) args.x_strides[d] = x_strides[d] * size_, args.row_strides[d] = row_strides[d];
+    const int64_t row_strides[3] = {stored.batch_stride, stored.token_stride, stored.head_stride};
+    for (int d = 0; d < 3; ++d) args.x_strides[d] = x_strides[d] * size_;
+    for (int d = 0; d < 3; ++d) args.row_strides[d] = row_strides[d] * stored_size;
     return args;
   }
 
@@ -130,7 +136,7 @@ class Layers {
     add_lora(number, LoraMatrix::kQkv, layer.qkv, memory_.normed, args_.width, memory_.qkv);
     if (layer.q_norm != nullptr) norm_heads(layer);
     apply_rope(rope_);
-    for (int i = 0; attention_.codes && i < 2; ++i) run(quantize_[i]);
+    for (int i = 0; converts() && i < 2; ++i) run(convert_[i]);
     attend(number);
     const int64_t mixed_width = attention_.q_heads * attention_.head_dim;
     multiply(layer.output, memory_.mixed, mixed_width, memory_.added);
@@ -234,7 +240,7 @@ class Layers {
   RowsView x_;
   ApplyRopeArgs rope_;
   SpeculativeArgs attention_;
-  QuantizeArgs quantize_[2];  // of K and V
+  QuantizeArgs convert_[2];  // of K and V
 };
 
 }  // namespace

@@ -52,11 +52,12 @@ struct TrimArgs {
   int64_t batch = 0;
 };
 
-// Rows of an 8-bit cache: `head_dim` codes in [-127, 127] and their scale, a float, for each head of each row of `x`.
 constexpr float kLargestCode = 127.0f;
 
+// Rows of a cache that holds another form, for each head of each row of `x`.
 struct QuantizeArgs {
   Element element;
+  CacheRows form;
   char *x, *rows;
   int64_t sizes[3];                      // batch, tokens, heads
   int64_t x_strides[3], row_strides[3];  // in bytes

@@ -30,7 +30,7 @@ inline int64_t count_splits(int64_t positions) {
 struct SpeculativeArgs
     : AttentionArgs {          // k, v: the new tokens; kv_len = q_len; only the lists of the queries are read
   HeadsView k_cache, v_cache;  // (pages, slots of a page, heads, head_dim); a contiguous cache: one page per sequence
-  bool codes = false;          // rows of keys and values, new and cached, are those of an 8-bit cache, in bytes
+  CacheRows form = CacheRows::kSame;  // of the rows of keys and values, new and cached
   PageMap pages;
   IndexView lengths;
   int64_t splits;    // of the capacity and the new tokens

@@ -87,13 +87,11 @@ struct TransformerLayersArgs {
 
 // The memory for what is between two kernels, which all layers share.
 struct LayersMemory {
-  static constexpr int64_t kScaleBytes = sizeof(float);  // of a row of an 8-bit cache
-
   char *embedded, *residual, *added;
   int64_t *ids, *positions;
   char *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
   LoraMemory lora;
-  char* codes;  // of new keys and values
+  char* stored;  // new keys and values in the cache's form, if that is another
   float *lse, *parts, *parts_lse;
 
   LayersMemory(const TransformerLayersArgs& args, MemoryParts& memory)
@@ -107,7 +105,8 @@ struct LayersMemory {
     residual = take_rows(), added = take_rows(), normed = take_rows(), input = take_rows();
     qkv = memory.take(rows * args.all_heads() * head_bytes), mixed = memory.take(rows * attention.q_heads * head_bytes);
     normed_qk = args.norms_heads() ? memory.take(rows * args.turned_heads() * head_bytes) : qkv;
-    codes = memory.take(attention.codes ? rows * 2 * attention.kv_heads * (attention.head_dim + kScaleBytes) : 0);
+    const int64_t row_bytes = cache_row_bytes(attention.form, attention.head_dim, size);
+    stored = memory.take(attention.form == CacheRows::kSame ? 0 : rows * 2 * attention.kv_heads * row_bytes);
     lse = memory.take<float>(rows * attention.q_heads);
     const int64_t results = attention.splits > 1 ? attention.splits * rows * attention.q_heads : 0;
     parts = memory.take<float>(results * attention.head_dim), parts_lse = memory.take<float>(results);

@@ -1,11 +1,11 @@
-"""The form in which a cache holds K and V: numbers, or rows of `pdkernels.kv_quantize` if it is int8."""
+"""The form in which a cache holds K and V: numbers as they are or in 16 bits, or rows of `pdkernels.kv_quantize`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pdkernels._attention import SCALE_BYTES, check_head_dim
+from pdkernels._attention import SCALE_BYTES, check_head_dim, halves
 from pdkernels.ops.kv_cache import kv_quantize
 
 
@@ -23,6 +23,8 @@ def row_width(op: str, head_dim: int, dtype: torch.dtype) -> int:
 
 def stored(dtype: torch.dtype, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """New rows of K and V in the form in which a cache of this dtype holds them, and attention to it takes them."""
+    if halves(k.dtype, dtype):
+        return k.to(dtype), v.to(dtype)
     if dtype != torch.int8 or k.dtype == torch.int8:
         return k, v
     return kv_quantize(k), kv_quantize(v)

@@ -17,7 +17,7 @@ _DTYPE = f"Dtype of the weights: {', '.join(DTYPES)}; by default the checkpoint'
 _PACKED = (
     "Keep quantised matrices as they are stored, or make numbers of them; by default kept on the CPU where possible."
 )
-_CACHE_DTYPE = "Dtype of the KV cache: int8, for about half the memory of 16 bits; by default the model's."
+_CACHE_DTYPE = "Dtype of the KV cache: int8, for about half the memory of 16 bits, or for a model in float32 on a CPU float16; by default the model's."
 _THREADS = "CPU threads; by default one for a tiny model, else torch's default."
 _METHOD = "by default the one the model was trained for, else 'jacobi' with prompt lookup where that pays."
 

@@ -25,6 +25,8 @@ GIVEN = "default"
 PROMPT = "dim"
 LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("the model's own tokens", GIVEN))
 
+_CACHE_DTYPES = {"int8": torch.int8, "float16": torch.float16}
+
 # Below this number of parameters, more threads cost more than they save.
 _TINY = 20_000_000
 
@@ -160,10 +162,11 @@ def load(
     """The model that the command line names, with its drafter, and its adapter under the name of the folder. `packed`
     and `cache_dtype` are for the model alone."""
     if cache_dtype is not None:
-        check(cache_dtype == "int8", command, "--cache-dtype", "be int8", repr(cache_dtype[:40]))
+        known = cache_dtype in _CACHE_DTYPES
+        check(known, command, "--cache-dtype", f"be {' or '.join(_CACHE_DTYPES)}", repr(cache_dtype[:40]))
     placement = _asked(command, device, dtype)
     options = placement if packed is None else {**placement, "packed": packed}
-    options = options if cache_dtype is None else {**options, "cache_dtype": torch.int8}
+    options = options if cache_dtype is None else {**options, "cache_dtype": _CACHE_DTYPES[cache_dtype]}
     language_model: Any = models.load(model, **options)
     if adapter is not None:
         models.load_adapter(language_model, adapter, adapter)

@@ -137,8 +137,8 @@ class ParallelTransformer(Transformer):
         drafts: int | None = None,
     ) -> Cache:
         pages = page_size * (kind == "paged") if pool is None else pool.num_pages * pool.page_size
-        quantized = (dtype or self.cache_dtype) == torch.int8
-        self.ranks.agree("Transformer.new_cache", self.device, batch, capacity, pages, int(quantized))
+        row_size = (dtype or self.cache_dtype or self.dtype).itemsize
+        self.ranks.agree("Transformer.new_cache", self.device, batch, capacity, pages, row_size)
         return super().new_cache(batch, capacity, kind=kind, page_size=page_size, dtype=dtype, pool=pool, drafts=drafts)
 
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from pdkernels._attention import (
     APPEND_ONLY,
     SCALE_BYTES,
     SpeculativeArguments,
+    check_halves,
     check_heads,
     check_input,
     check_plan,
@@ -103,6 +104,7 @@ def check_call(op: str, given: SpeculativeArguments, *, values: bool = False) ->
     """Checks everything but float64, and values only on request."""
     q, k_new, k_cache = given.q, given.k_new, given.k_cache
     rows = "rows" if given.packed else "batch, new"
+    of_rows = check_quantized if given.quantized else check_halves if given.halved else check_input
     for name, x in zip(("q", "k_new", "v_new", "k_cache", "v_cache"), given[:5]):
         cached = name.endswith("cache")
         if x.dim() != (4 if cached or not given.packed else 3):
@@ -111,7 +113,7 @@ def check_call(op: str, given: SpeculativeArguments, *, values: bool = False) ->
                 layout = f"({'batch, slots' if given.block_table is None else 'num_pages, page_size'}, heads, head_dim)"
             remedy = "Pass one layer of a stacked cache." if x.dim() == 5 else ""
             fail(op, name, f"have shape {layout}", tuple(x.shape), remedy)
-        check_row = check_quantized if given.quantized and name != "q" else check_input
+        check_row = check_input if name == "q" else of_rows
         check_row(op, name, x, q, *[NOT_COPIED] * cached)
         if cached and x.device.type == "cuda" and x.stride(1) >= MAX_CUDA_TOKEN_STRIDE:
             wanted = f"have less than {MAX_CUDA_TOKEN_STRIDE} elements from token to token on CUDA"
@@ -288,8 +290,8 @@ def speculative_attention(
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, one layer of a cache, dtype of q. With `block_table`:
             ``(num_pages, page_size, kv_heads, head_dim)``. All five may have any strides with a contiguous last
             dimension. Of an 8-bit cache all four, new rows too, are rows of `pdkernels.kv_quantize`: int8,
-            ``head_dim + 4`` wide, at multiples of 4 bytes. They are read as the numbers that they stand for, and the
-            arithmetic is in float32.
+            ``head_dim + 4`` wide, at multiples of 4 bytes. Beside a q in float32 all four may be float16, on a CPU.
+            They are read as the numbers that they stand for, and the arithmetic is in float32.
         lengths: ``(batch,)`` int32 or int64, cached tokens of each sequence. What lies past them is not read, in the
             cache or in the table.
         plan: of a mask of ``new`` rows and columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All

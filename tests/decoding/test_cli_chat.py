@@ -226,8 +226,10 @@ def test_the_cache_s_dtype_reaches_the_loader(monkeypatch: pytest.MonkeyPatch, n
     arguments = [name, "--model", "tiny", *more, "--cache-dtype"]
     result = CliRunner().invoke(cli.app, [*arguments, "int8"], input="x\n")
     assert result.exit_code == 2 and asked == [torch.int8], result.output
+    result = CliRunner().invoke(cli.app, [*arguments, "float16"], input="x\n")
+    assert result.exit_code == 2 and asked == [torch.int8, torch.float16], result.output
     result = CliRunner().invoke(cli.app, [*arguments, "int4"], input="x\n")
-    assert result.exit_code == 2 and len(asked) == 1 and "--cache-dtype must be int8" in result.output
+    assert result.exit_code == 2 and len(asked) == 2 and "--cache-dtype must be int8 or float16" in result.output
 
 
 def test_an_adapter_in_the_package_takes_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def refused(call: Any, error: type[Exception], words: str) -> None:
 
 def test_what_cannot_follow_says_so() -> None:
     model = a_model(CONFIG, torch.float32)
-    refused(lambda: model.new_cache(1, 4, dtype=torch.bfloat16), TypeError, "dtype must be torch.float32 like the model, or torch.int8, got torch.bfloat16")  # fmt: skip
+    refused(lambda: model.new_cache(1, 4, dtype=torch.bfloat16), TypeError, "dtype must be torch.float32 like the model, or torch.float16 or torch.int8, got torch.bfloat16")  # fmt: skip
     refused(
         lambda: model.new_cache(1, 4, dtype="int8"),
         TypeError,

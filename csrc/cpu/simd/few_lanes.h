@@ -54,22 +54,20 @@ PDK_INLINE void in_strips(int64_t n, const Body& body, int64_t i = 0) {
 // Elements that lie in one word of 32 bits, the first in its low bits.
 template <class T>
 constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
-// The same where values are read: bytes are cheaper to widen in their order.
+// The same where values are read: some are cheaper to widen in their order.
 template <class T>
-constexpr int kValuesPerWord = kIsCode<T> ? 1 : kPerWord<T>;
+constexpr int kValuesPerWord = kPerWord<T>;
+template <>
+constexpr int kValuesPerWord<Code> = 1;
+template <>
+constexpr int kValuesPerWord<Half> = 1;
 
 template <class T>
 constexpr int64_t kSpanOf = larger(kSpan, kLanes* kPerWord<T>);
 
-template <int kElement, class T>
-PDK_INLINE Vec element_of(Words words, T) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return reinterpret_cast<Vec>(words);
-  } else if constexpr (kElement == 0) {
-    return widened(words & 0xffffu, T{});
-  } else {
-    return widened(words >> 16, T{});
-  }
+template <int kElement>
+PDK_INLINE Vec element_of(Words words, float) {
+  return reinterpret_cast<Vec>(words);
 }
 template <int kElement>
 PDK_INLINE Vec element_of(Words words, Bfloat16) {
@@ -78,6 +76,25 @@ PDK_INLINE Vec element_of(Words words, Bfloat16) {
 template <int kElement>
 PDK_INLINE Vec element_of(Words words, Code) {
   return __builtin_convertvector(reinterpret_cast<Ints>(words << (24 - 8 * kElement)) >> 24, Vec);
+}
+
+// Words of 16-bit floats with the first elements of all words side by side, and then the second ones: there is an
+// instruction that widens neighbours.
+PDK_INLINE Words sorted(Words words) {
+  typedef uint16_t Shorts __attribute__((vector_size(4 * PDK_LANES)));
+  Shorts order;
+  for (int i = 0; i < 2 * kLanes; ++i) order[i] = static_cast<uint16_t>(i < kLanes ? 2 * i : 2 * (i - kLanes) + 1);
+  return reinterpret_cast<Words>(__builtin_shuffle(reinterpret_cast<Shorts>(words), order));
+}
+
+// An element of the keys whose words transpose_keys put there.
+template <int kElement, class T>
+PDK_INLINE Vec keys_of(const Words* words) {
+  if constexpr (kPerWord<T> == 2 && kValuesPerWord<T> == 1) {
+    return load(reinterpret_cast<const T*>(words) + kElement * kLanes, Whole{});
+  } else {
+    return element_of<kElement>(*words, T{});
+  }
 }
 
 // Elements [first, first + kSpanOf) of `count` keys, as [word][kChunk]; keys that are missing are zeros. The same
@@ -90,7 +107,10 @@ PDK_APART void transpose_keys(const T* const* keys, const T* const* values, int6
   const auto put = [&](Ints(&rows)[kLanes], int64_t key) {
     transpose(rows);
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) to[(i * kChunk + key) / kLanes] = reinterpret_cast<Words>(rows[i]);
+    for (int i = 0; i < kLanes; ++i) {
+      const Words words = reinterpret_cast<Words>(rows[i]);
+      to[(i * kChunk + key) / kLanes] = kPerWord<T> == 2 && kValuesPerWord<T> == 1 ? sorted(words) : words;
+    }
   };
   for (int64_t d = first; d < smaller(first + kSpanOf<T>, head_dim); d += kStep, to += kChunk) {
     const int64_t elements = smaller(kStep, head_dim - d);
@@ -133,7 +153,7 @@ void few_scores(const T* const* keys, const T* const* values, int64_t count, con
             const float* query = queries + (d + kElement) * kPanel;
             Vec numbers[kVectors];
 #pragma GCC unroll 8
-            for (int i = 0; i < kVectors; ++i) numbers[i] = element_of<kElement>(row[i], T{});
+            for (int i = 0; i < kVectors; ++i) numbers[i] = keys_of<kElement, T>(row + i);
 #pragma GCC unroll 8
             for (int lane = 0; lane < kLive; ++lane) {
 #pragma GCC unroll 8

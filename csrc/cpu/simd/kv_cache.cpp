@@ -1,4 +1,5 @@
-// Rows of K and V as codes of 8 bits: see kv_quantize of reference/kv_cache.py, whose every bit these are.
+// Rows of K and V in a cache's form: codes of 8 bits, see kv_quantize of reference/kv_cache.py, whose every bit these
+// are, or numbers of 16.
 #include "ops/kv_cache.h"
 
 #include "kernels.h"
@@ -52,13 +53,21 @@ void quantize_row(const T* x, int64_t n, int8_t* to) {
   }
 }
 
+// As torch rounds them: to nearest even, and to infinity beyond the largest.
+template <class T>
+void halve_row(const T* x, int64_t n, Half* to) {
+  for_vectors(0, n, [&](int64_t at, auto lanes) { store(to + at, load(x + at, lanes), lanes); });
+}
+
 template <class T>
 void quantize_of(const QuantizeArgs& args) {
   for_rows(args.count(), args.head_dim, [&](int64_t item) {
     const int64_t head = item % args.sizes[2], row = item / args.sizes[2];
     const int64_t token = row % args.sizes[1], b = row / args.sizes[1];
-    quantize_row(reinterpret_cast<const T*>(QuantizeArgs::at(args.x, args.x_strides, b, token, head)), args.head_dim,
-                 reinterpret_cast<int8_t*>(QuantizeArgs::at(args.rows, args.row_strides, b, token, head)));
+    const T* x = reinterpret_cast<const T*>(QuantizeArgs::at(args.x, args.x_strides, b, token, head));
+    char* to = QuantizeArgs::at(args.rows, args.row_strides, b, token, head);
+    if (args.form == CacheRows::kHalves) return halve_row(x, args.head_dim, reinterpret_cast<Half*>(to));
+    quantize_row(x, args.head_dim, reinterpret_cast<int8_t*>(to));
   });
 }
 

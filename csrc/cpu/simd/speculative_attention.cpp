@@ -291,18 +291,23 @@ void attend_to_codes(const SpeculativeArgs& args) {
   attend_narrow_or_wide<T, Code>(args);
 }
 
+// Cached and new rows may have another form than the queries.
+void attend_in_form(const SpeculativeArgs& args) {
+  if (args.form == CacheRows::kHalves) return attend_narrow_or_wide<float, Half>(args);
+  if (args.form == CacheRows::kCodes) PDK_BY_ELEMENT(attend_to_codes, args)
+  PDK_BY_ELEMENT(attend_narrow_or_wide, args)
+}
+
 }  // namespace
 
 #ifdef PDK_AMX
 void speculative_attention(const SpeculativeArgs& args) {
-  if (args.codes || args.element != Element::kBfloat16) return PDK_BELOW::speculative_attention(args);
+  if (args.form != CacheRows::kSame || args.element != Element::kBfloat16)
+    return PDK_BELOW::speculative_attention(args);
   attend_splits<Bfloat16, Bfloat16, AmxTiles>(args);  // for any number of rows: these products round differently
 }
 #else
-void speculative_attention(const SpeculativeArgs& args) {
-  if (args.codes) PDK_BY_ELEMENT(attend_to_codes, args)
-  PDK_BY_ELEMENT(attend_narrow_or_wide, args)
-}
+void speculative_attention(const SpeculativeArgs& args) { attend_in_form(args); }
 #endif
 
 }  // namespace pdkernels::cpu::PDK_ISA

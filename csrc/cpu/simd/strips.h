@@ -53,6 +53,23 @@ PDK_INLINE Words narrowed(Vec x, Half) {
   return half | (bits >> 16 & 0x8000u);
 }
 
+// A vector of 16-bit floats by the processor's own instruction, where it has one.
+PDK_INLINE Vec widened_at(const Half* from) {
+#if defined(__AVX512DQ__)
+  return reinterpret_cast<Vec>(
+      _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__) && PDK_LANES == 8
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(PDK_NEON)
+  return reinterpret_cast<Vec>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from)))));
+#else
+  return widened(__builtin_convertvector(*reinterpret_cast<const LooseShorts*>(from), Words), Half{});
+#endif
+}
+PDK_INLINE Vec widened_at(const Bfloat16* from) {
+  return widened(__builtin_convertvector(*reinterpret_cast<const LooseShorts*>(from), Words), Bfloat16{});
+}
+
 template <class T>
 PDK_INLINE Vec load(const T* from, Whole, float = 0) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -60,7 +77,7 @@ PDK_INLINE Vec load(const T* from, Whole, float = 0) {
   } else if constexpr (kIsCode<T>) {
     return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const LooseBytes*>(from), Ints), Vec);
   } else {
-    return widened(__builtin_convertvector(*reinterpret_cast<const LooseShorts*>(from), Words), T{});
+    return widened_at(from);
   }
 }
 template <class T>

@@ -7,7 +7,7 @@
 #pragma once
 
 #include <cstdint>
-#ifdef __AVX512DQ__
+#if defined(__AVX512DQ__) || (defined(__F16C__) && PDK_LANES == 8)
 #include <immintrin.h>
 #endif
 #if defined(__aarch64__) && PDK_LANES == 4

@@ -283,6 +283,7 @@ def attend_cached(
             sinks=sinks,
             softcap=softcap,
         )
+    k, v = stored(cache.dtype, k, v)
     cache.append_(layer, k, v, counts)
     return attend_stored(q, k, v, visibility, cache, layer, sinks=sinks, softcap=softcap)
 
@@ -305,7 +306,8 @@ def attend_stored(
         options: dict[str, Any] = {"starts": starts, "block_table": table, "sinks": sinks, "softcap": softcap}
         return speculative_attention(q, k, v, k_cache, v_cache, cache.lengths, plan, **options)
     # The new K and V come from the forward: the cache may not store all of them.
-    keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
+    prefix = cache.layer(layer, visibility.prefix)
+    keys, values = (torch.cat([old, new], 1).to(q.dtype) for old, new in zip(prefix, (k, v)))
     return attend(q, keys, values, visibility, sinks, softcap)
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pdkernels._attention import check_head_dim, halves
 from pdkernels._validation import KERNEL_DTYPES, check, check_type, integer, sentence
 from pdkernels.cache import ContiguousKVCache, PagedKVCache, PagePool, PooledWindowedCache, WindowedCache, WindowedPool
-from pdkernels.cache.stored import row_width
 from pdkernels.cache.windowed import turns
 from pdkernels.models.architectures.windows import Window
 
@@ -44,7 +44,7 @@ def new_cache(
 ) -> ContiguousKVCache | PagedKVCache | WindowedCache:
     """For `batch` sequences of up to `capacity` tokens, one slot per layer or `slots`, on the model's device.
 
-    `dtype` is the model's or int8; None: that of the model's `cache_dtype`, if it has one, else its own. With a `pool`,
+    `dtype` is the model's, float16 or int8 (`check_dtype`); None: that of the model's `cache_dtype`, if it has one, else its own. With a `pool`,
     the cache is on its pages, and has its dtype. With `drafts`, layers of a paged cache that have `windows` keep no
     more rows than they need (`WindowedCache`), where that is fewer.
     """
@@ -101,10 +101,13 @@ def check_keeps_rows(op: str, cache: Any) -> None:
 
 def check_dtype(op: str, argument: str, model: Any, dtype: torch.dtype) -> None:
     """Refuses a dtype that the caches of a model cannot have."""
-    expectation = f"be {model.dtype} like the model, or torch.int8"
-    check_type(isinstance(dtype, torch.dtype) and dtype in (model.dtype, torch.int8), op, argument, expectation, dtype)
-    if dtype == torch.int8:
-        row_width(op, model.config.head_dim, dtype)
+    own, narrower = f"{model.dtype} like the model", [torch.int8]
+    if model.device.type == "cpu" and halves(model.dtype, torch.float16):
+        narrower.insert(0, torch.float16)
+    expectation = f"be {own}, or {' or '.join(map(str, narrower))}"
+    check_type(isinstance(dtype, torch.dtype) and dtype in (model.dtype, *narrower), op, argument, expectation, dtype)
+    if dtype != model.dtype:
+        check_head_dim(op, model.config.head_dim)
         if model.dtype not in KERNEL_DTYPES:
             raise NotImplementedError(sentence(op, f"no kernel of a model in {model.dtype} reads an 8-bit cache"))
 

@@ -128,8 +128,10 @@ class FeatureCache:
         check_type(isinstance(model, Transformer), _OP, "model", "be a Transformer", type(model).__name__)
         attention = model.config.attention
         check(attention == "bidirectional", _OP, "model", "be bidirectional", f"attention {attention!r}")
-        if model.cache_dtype == torch.int8:
-            fault = "values are compared with those of earlier steps, which an 8-bit cache does not hold"
+        if model.cache_dtype not in (None, model.dtype):
+            fault = (
+                f"values are compared with those of earlier steps, which a cache in {model.cache_dtype} does not hold"
+            )
             raise NotImplementedError(sentence(_OP, fault, "Set model.cache_dtype to None."))
         self.step = 0
         self._model, self._generated = model, generated

@@ -51,7 +51,7 @@ class RecomputedRows(NamedTuple):
         shape."""
         kv_heads = self.cache.kv_heads
         sizes = (qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads)
-        if self.cache.dtype == torch.int8:
+        if self.cache.dtype != qkv.dtype:
             positions = self._positions()
             apply_rope_(qkv[:, :, :-kv_heads], self.table.cos, self.table.sin, positions, style=self.style)
             q, k, v = qkv.split(sizes, -2)

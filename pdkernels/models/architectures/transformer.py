@@ -83,7 +83,7 @@ class Transformer(nn.Module):
     keeps_rows = True  # `recompute` does not change other rows of the cache
     cache_dtype: torch.dtype | None = None
     """Of the caches that `new_cache` makes; None: that of the model. With torch.int8 they hold rows of
-    `pdkernels.kv_quantize`."""
+    `pdkernels.kv_quantize`, with torch.float16 rows in half the bits of a float32 model."""
 
     def __init__(
         self,
@@ -166,8 +166,8 @@ class Transformer(nn.Module):
         """An empty cache for `batch` sequences of up to `capacity` tokens, on the model's device.
 
         A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. `dtype` is that of the model,
-        or torch.int8 for rows of 8 bits, which take about half the memory of 16 bits; None: `cache_dtype`. With a
-        `pool`, of `new_pool`, its pages come from there.
+        torch.int8 for rows of 8 bits, which take about half the memory of 16 bits, or of a float32 model on a CPU
+        torch.float16; None: `cache_dtype`. With a `pool`, of `new_pool`, its pages come from there.
 
         `drafts`: rows of a forward that may be rejected. Layers with windows then keep only what rows to come can see
         (`pdkernels.cache.WindowedCache`), where the cache is paged, without a pool. None: they keep all rows.

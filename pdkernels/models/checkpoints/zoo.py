@@ -116,7 +116,8 @@ def load(
             cannot stay packed. Of a folder, these are the matrices that its ``quantization_config`` is for: AWQ, GPTQ,
             whole numbers of compressed-tensors, or the MXFP4 of gpt-oss.
         cache_dtype: of the KV caches that the model makes (`Transformer.cache_dtype`): torch.int8 for rows of 8 bits,
-            which take about half the memory of 16 bits and are read in every method alike; None: the model's.
+            which take about half the memory of 16 bits and are read in every method alike; of a float32 model, such as
+            a packed one, torch.float16 for rows in half the memory, on CPUs; None: the model's.
 
     Returns:
         A `Transformer`, a `Hybrid` for Qwen3.5 and LFM2, or a `RecurrentDepth` for Huginn and the recurrent tiny
