@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "host/automaton.h"
+#include "host/draft_masks.h"
 #include "host/expression.h"
 #include "host/texts_automaton.h"
 #include "host/token_automaton.h"
@@ -84,6 +85,28 @@ int32_t* bits_of(const TokenAutomaton& automaton, const py::buffer_info& bits) {
   }
   return static_cast<int32_t*>(bits.ptr);
 }
+
+// (row, budget, tokens) of each row, and the rows of the bits.
+using DraftRows = std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>>>;
+
+template <typename Automaton>
+void masks_of_draft(Automaton& automaton, int32_t state, const DraftRows& drafted, const py::buffer& bits) {
+  const py::buffer_info to = bits.request(true);
+  const int64_t rows = to.size / std::max<int64_t>(automaton.words(), 1);
+  bool fits = to.itemsize == 4 && rows * automaton.words() == to.size && to.ndim <= 2 && to.ndim >= 1;
+  fits = fits && to.strides[to.ndim - 1] == 4 && (to.ndim == 1 || to.strides[0] == 4 * automaton.words());
+  std::vector<pdkernels::DraftRow> parsed;
+  for (const auto& [row, budget, tokens] : drafted) {
+    fits = fits && row >= 0 && row < rows;
+    parsed.push_back({row, budget, tokens});
+  }
+  if (!fits) throw std::invalid_argument("pdkernels: bits must be rows of int32, one for 32 tokens.");
+  pdkernels::draft_masks(automaton, state, parsed, static_cast<int32_t*>(to.ptr));
+}
+
+constexpr const char* kMasksDoc =
+    "Writes the masks of a draft into rows of bits: of each ``(row, budget, tokens)`` as `mask` does after the tokens; "
+    "a row that they lead nowhere is left as it is.";
 
 void bind_grammar(py::module_& m) {
   py::register_local_exception<pdkernels::TooLarge>(m, "TooLarge", PyExc_ValueError);
@@ -266,6 +289,13 @@ Example:
           py::arg("state"), py::arg("budget"), py::arg("bits"),
           "Writes the bits of the tokens after which at most `budget` more complete the text; how many they are, and "
           "the last one.")
+      .def(
+          "masks",
+          [](const TokenAutomaton& made, int32_t state, const DraftRows& rows, const py::buffer& bits) {
+            check_states(made, {state});
+            masks_of_draft(made, state, rows, bits);
+          },
+          py::arg("state"), py::arg("rows"), py::arg("bits"), kMasksDoc)
       .def(
           "places",
           [](const TokenAutomaton& made, const std::vector<int64_t>& canvas, const std::vector<int32_t>& starts,

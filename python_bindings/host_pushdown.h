@@ -158,6 +158,13 @@ Example:
           },
           py::arg("state"), py::arg("budget"), py::arg("bits"), "As of TokenAutomaton.")
       .def(
+          "masks",
+          [](PushdownStates& text, int32_t state, const DraftRows& rows, const py::buffer& bits) {
+            check_state(text, state);
+            masks_of_draft(text, state, rows, bits);
+          },
+          py::arg("state"), py::arg("rows"), py::arg("bits"), kMasksDoc)
+      .def(
           "fill",
           [](const PushdownStates& text, const std::vector<int64_t>& canvas, int32_t state, int64_t budget,
              bool listed) {

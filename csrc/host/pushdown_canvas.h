@@ -7,8 +7,9 @@
 // way and finds, of each state, the exits after which the rest of the canvas can be completed, for calls that really
 // lead there. A token is possible if it leads to a state that has one of these.
 //
-// For n positions this takes time n^3 and memory n^2, both over 64, the bits of a word. Tokens after the canvas are not
-// listed: an exit there is the fewest of them that it takes.
+// For n positions this takes time n^3 and memory n^2, both over 64, the bits of a word; n^2 where masks follow each
+// other, because there only what differs from the next boundary is followed (pushdown_memo.h). Tokens after the canvas
+// are not listed: an exit there is the fewest of them that it takes.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/pushdown_memo.h"
 #include "host/pushdown_states.h"
 
 namespace pdkernels {
@@ -50,6 +52,8 @@ class PushdownCanvas {
     }
     while (tail_ > 0 && canvas_[tail_ - 1] == kMask) --tail_;
     reach(start);
+    for (const auto& chain : tokens_.chains()) backs_.push_back(chain.back);
+    last_exits_.open(backs_, rests_, words_);
     for (int32_t at = length_; at >= 0; --at) find_exits(at);
     open_calls(start, listed);
     if (listed && possible) find_fits();
@@ -112,6 +116,15 @@ class PushdownCanvas {
     for (int64_t word = std::max(first_word(at), low); word < words_; ++word) to.bits[word] |= from.bits[word];
     for (int32_t rest = 0; rest < rests_; ++rest) to.late[rest] = std::min(to.late[rest], from.late[rest]);
   }
+  void add_bits(Row to, Row from, int32_t at) const {
+    for (int64_t word = first_word(at); word < words_; ++word) to.bits[word] |= from.bits[word];
+  }
+  bool includes(Row all, Row some, int32_t at) const {
+    for (int64_t word = first_word(at); word < words_; ++word) {
+      if (some.bits[word] & ~all.bits[word]) return false;
+    }
+    return true;
+  }
   void want(Row to, Row from, int32_t at) const {
     for (int64_t word = first_word(at); word < words_; ++word) to.bits[word] |= from.bits[word];
     for (int32_t rest = 0; rest < rests_; ++rest) to.late[rest] = std::max(to.late[rest], from.late[rest]);
@@ -130,11 +143,12 @@ class PushdownCanvas {
            std::any_of(wanted.late, wanted.late + rests_, [](int32_t most) { return most >= 0; });
   }
 
-  // Calls body(boundary, rest) for the exits inside the canvas.
+  // Calls body(boundary, rest) for the exits inside the canvas, but for those that are `known` from a word on.
   template <typename Body>
-  void for_exits(Row row, int32_t at, const Body& body) const {
+  void for_exits(Row row, int32_t at, const Body& body, const uint64_t* known = nullptr, int64_t known_from = 0) const {
     for (int64_t word = first_word(at); word < words_; ++word) {
-      for (uint64_t left = row.bits[word]; left; left &= left - 1) {
+      const uint64_t before = known == nullptr || word < known_from ? 0 : known[word];
+      for (uint64_t left = row.bits[word] & ~before; left; left &= left - 1) {
         const auto& [where, rest] = exit_of_[word * 64 + __builtin_ctzll(left)];
         body(where, rest);
       }
@@ -150,14 +164,18 @@ class PushdownCanvas {
     return {PushdownTokens::is_state(outcome) ? kState : kChain, PushdownTokens::number(outcome)};
   }
 
-  // The exits of a caller that goes on at `back` after those of a call.
-  void compose(Row to, Row from, int32_t at, int32_t back, int64_t low = 0) {
+  // The exits of a caller that goes on at `back` after those of a call. `known`: those that have been followed.
+  void compose(Row to, Row from, int32_t at, int32_t back, const uint64_t* known = nullptr) {
     std::vector<std::pair<Kind, int32_t>> resumed_by(rests_);
     for (int32_t rest = 0; rest < rests_; ++rest) resumed_by[rest] = resumed(back, rest);
-    for_exits(from, at, [&](int32_t where, int32_t rest) {
+    const auto body = [&](int32_t where, int32_t rest) {
       const auto [kind, number] = resumed_by[rest];
-      if (there(kind, where, number)) add(to, exits(kind, where, number), where, low);
-    });
+      if (there(kind, where, number)) add(to, exits(kind, where, number), where);
+    };
+    for_exits(from, at, body, known, known == nullptr ? 0 : first_word(at + 1));
+    compose_late(to, from, back);
+  }
+  void compose_late(Row to, Row from, int32_t back) const {
     for (int32_t rest = 0; rest < rests_; ++rest) {
       const int32_t* further = from.late[rest] <= budget_ ? tokens_.back_cost(back, rest) : nullptr;
       for (int32_t last = 0; further != nullptr && last < rests_; ++last) {
@@ -259,6 +277,7 @@ class PushdownCanvas {
       }
       add(to, outcomes(state, at), at + 1, low);
     }
+    note_last(at, 0, 1);
     auto& chains = here.exits[kChain].members;
     std::sort(chains.begin(), chains.end());
     for (size_t n = 0; n < chains.size(); ++n) {
@@ -267,13 +286,39 @@ class PushdownCanvas {
     for (const int32_t chain : chains) {
       const auto& [inner, back] = tokens_.chains()[chain];
       const auto [kind, number] = target(inner);
-      const int64_t low = shift(kChain, at, chain);
-      compose(exits(kChain, at, chain), exits(kind, at, number), at, back, low);
+      const Row to = exits(kChain, at, chain), from = exits(kind, at, number);
+      if (shift(kChain, at, chain) > 0) {
+        for (int32_t rest = 0; rest < rests_; ++rest) {
+          if (last_exits_.leads(back, rest, from.bits, first_word(at))) set(to, length_, rest);
+        }
+        compose_late(to, from, back);
+        continue;
+      }
+      // What has been followed one boundary later is known, if all of it is here as well.
+      const bool later =
+          at < length_ && there(kChain, at + 1, chain) && includes(from, exits(kind, at + 1, number), at + 1);
+      if (later) add_bits(to, exits(kChain, at + 1, chain), at + 1);
+      compose(to, from, at, back, later ? exits(kind, at + 1, number).bits : nullptr);
     }
     for (const int32_t pair : here.exits[kPair].members) {
       const int64_t low = shift(kPair, at, pair);
       add(exits(kPair, at, pair), tokens_.outcomes_of_pair(pair), at, low);
     }
+    note_last(at, 1, rests_);
+  }
+
+  // What goes on here after calls and leads to the last boundary.
+  void note_last(int32_t at, int32_t first, int32_t end) {
+    if (at < tail_) return;
+    last_exits_.for_backs([&](int32_t back, const auto& column) {
+      for (int32_t rest = first; rest < end; ++rest) {
+        const auto [kind, number] = resumed(back, rest);
+        if (!there(kind, at, number)) continue;
+        for (int32_t last = 0; last < rests_; ++last) {
+          if (has(exits(kind, at, number), length_, last)) set({column(last), nullptr}, at, rest);
+        }
+      }
+    });
   }
 
   // The exits of what a token leads to, at a boundary.
@@ -358,12 +403,19 @@ class PushdownCanvas {
 
   // Of the exits of a call, those after which its caller has one of `of_caller`; and what is wanted where it goes on.
   void go_back(Row of_call, Row exits_of_call, Row of_caller, int32_t at, int32_t back) {
-    for_exits(exits_of_call, at, [&](int32_t where, int32_t rest) {
+    Followed& followed =
+        followed_.of(back, of_caller.bits, of_caller.late, rests_, words_, static_cast<int64_t>(at) * rests_);
+    const auto body = [&](int32_t where, int32_t rest) {
       const auto [kind, number] = resumed(back, rest);
       if (!there(kind, where, number) || !meets(exits(kind, where, number), of_caller, where)) return;
-      set(of_call, where, rest);
+      set({followed.good.data(), nullptr}, where, rest);
       want(wanted(kind, where, number), of_caller, where);
-    });
+    };
+    for_exits(exits_of_call, at, body, followed.done.data());
+    for (int64_t word = first_word(at); word < words_; ++word) {
+      followed.done[word] |= exits_of_call.bits[word];
+      of_call.bits[word] |= followed.good[word] & exits_of_call.bits[word];
+    }
     for (int32_t rest = 0; rest < rests_; ++rest) {
       const int32_t* further = exits_of_call.late[rest] <= budget_ ? tokens_.back_cost(back, rest) : nullptr;
       for (int32_t last = 0; further != nullptr && last < rests_; ++last) {
@@ -427,10 +479,28 @@ class PushdownCanvas {
     }
   }
 
+  // The classes of tokens of which an outcome is good, under a mask.
+  void offer(Offered& offered, int32_t state, const std::vector<uint8_t>& good) const {
+    const auto& all = tokens_.following(state);
+    std::vector<int8_t> holds(tokens_.sets(), -1);
+    offered.good = good;
+    offered.classes.assign((tokens_.classes() + 63) / 64, 0);
+    for (const auto& [by, set] : tokens_.steps(state)) {
+      if (holds[set] < 0) {
+        const auto& several = tokens_.outcomes(set);
+        holds[set] = std::any_of(several.begin(), several.end(), [&](Outcome outcome) {
+          return good[std::lower_bound(all.begin(), all.end(), outcome) - all.begin()] != 0;
+        });
+      }
+      offered.classes[by / 64] |= static_cast<uint64_t>(holds[set]) << by % 64;
+    }
+  }
+
   void find_fits() {
     fits_.resize(length_);
-    std::vector<int8_t> holds;
-    std::vector<uint8_t> good(2 * static_cast<size_t>(std::max(sizes_[kState], sizes_[kChain])) + 2, 0);
+    std::vector<Offered> offered(sizes_[kState]);
+    std::vector<uint8_t> good;
+    std::vector<uint64_t> classes((tokens_.classes() + 63) / 64);
     for (int32_t at = 0; at <= length_; ++at) {
       Boundary& here = boundaries_[at];
       for (const int32_t pair : here.exits[kPair].members) {
@@ -445,29 +515,28 @@ class PushdownCanvas {
       want_of_calls(at);
       if (at == length_) break;
       const bool masked = canvas_[at] == kMask;
-      if (masked) fits_[at].assign(tokens_.classes(), 0);
+      std::fill(classes.begin(), classes.end(), 0);
       for (const int32_t state : here.exits[kState].members) {
         const Row of_state = wanted(kState, at, state);
         if (!any(of_state, at) || !meets(exits(kState, at, state), of_state, at)) continue;
         const auto& all = outcomes(state, at);
+        good.clear();
         for (const Outcome outcome : all) {
-          if (outcome < 0) continue;
-          const auto [kind, number] = target(outcome);
-          good[outcome] = meets(exits(kind, at + 1, number), of_state, at + 1);
-          if (good[outcome]) want(wanted(kind, at + 1, number), of_state, at + 1);
-        }
-        if (!masked) continue;
-        holds.assign(tokens_.sets(), -1);
-        for (const auto& [by, set] : tokens_.steps(state)) {
-          if (holds[set] < 0) {
-            const auto& several = tokens_.outcomes(set);
-            holds[set] = std::any_of(several.begin(), several.end(), [&](Outcome outcome) {
-              return outcome < 0 ? has(of_state, at + 1, -outcome) : good[outcome] != 0;
-            });
+          if (outcome < 0) {
+            good.push_back(has(of_state, at + 1, -outcome));
+            continue;
           }
-          fits_[at][by] |= static_cast<uint8_t>(holds[set]);
+          const auto [kind, number] = target(outcome);
+          good.push_back(meets(exits(kind, at + 1, number), of_state, at + 1));
+          if (good.back()) want(wanted(kind, at + 1, number), of_state, at + 1);
         }
+        if (!masked || all.empty()) continue;
+        if (offered[state].good != good) offer(offered[state], state, good);
+        for (size_t word = 0; word < classes.size(); ++word) classes[word] |= offered[state].classes[word];
       }
+      if (!masked) continue;
+      fits_[at].resize(tokens_.classes());
+      for (size_t c = 0; c < fits_[at].size(); ++c) fits_[at][c] = classes[c / 64] >> c % 64 & 1;
     }
     // The ends of texts, and what follows them.
     for (int32_t at = 0; at < length_ && !done_.empty(); ++at) {
@@ -490,6 +559,9 @@ class PushdownCanvas {
   int32_t sizes_[kKinds] = {};
   std::vector<int32_t> slots_[kKinds];
   std::vector<Boundary> boundaries_;
+  std::vector<int32_t> backs_;  // the states that calls come back to
+  LastExits last_exits_;
+  FollowedCalls followed_;
   std::vector<int32_t> done_;               // boundaries where the text may end
   std::vector<std::vector<uint8_t>> fits_;  // of masks, the classes that they may hold
 };

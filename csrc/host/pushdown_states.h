@@ -65,6 +65,10 @@ class PushdownStates {
     return taken(reached);
   }
 
+  // A budget that is larger changes no mask.
+  int64_t horizon(int32_t) const { return PushdownTokens::kFar; }
+  int64_t words() const { return tokens_->words(); }
+
   // As in TokenAutomaton.
   std::pair<int64_t, int64_t> mask(int32_t state, int64_t budget, int32_t* bits) const {
     std::vector<uint8_t> fits(tokens_->classes(), state == kDone);

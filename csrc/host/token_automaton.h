@@ -118,6 +118,7 @@ class TokenAutomaton {
     list_members();
     list_steps(bytes, tokens, ends);
     measure();
+    look_ahead();
     force(bytes);
   }
 
@@ -130,6 +131,8 @@ class TokenAutomaton {
   // Tokens that it takes at least from here to a whole text, an end token not counted.
   int32_t distance(int32_t state) const { return state == done() ? 0 : distance_[state]; }
   int32_t token_class(int64_t token) const { return class_of_[token]; }
+  // A budget that is larger changes no mask.
+  int64_t horizon(int32_t state) const { return state == done() ? 0 : horizon_[state]; }
 
   int32_t next(int32_t state, int64_t token) const {
     if (token < 0 || token >= vocabulary_) return kDead;
@@ -465,6 +468,15 @@ class TokenAutomaton {
     }
   }
 
+  void look_ahead() {
+    horizon_.assign(states_, 0);
+    for (int32_t state = 0; state < states_; ++state) {
+      for (const int32_t to : following_[state]) {
+        if (distance(to) != kFar) horizon_[state] = std::max(horizon_[state], distance(to));
+      }
+    }
+  }
+
   void force(const ByteAutomaton& bytes) {
     constexpr size_t kMost = 64;
     forced_.resize(states_);
@@ -489,7 +501,7 @@ class TokenAutomaton {
   std::vector<Step> steps_;
   std::vector<uint8_t> accepting_;
   std::vector<std::vector<int32_t>> following_;  // of each state, the states after some token
-  std::vector<int32_t> distance_, byte_states_;
+  std::vector<int32_t> distance_, horizon_, byte_states_;
   std::vector<std::vector<uint8_t>> forced_;
 };
 

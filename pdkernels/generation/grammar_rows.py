@@ -88,7 +88,7 @@ class GrammarRows:
                 continue
             committed = texts[line][prompts[line] : lengths[line]] if begun[line] else []
             state = self._state(sequence, text, committed)
-            after: dict[tuple[int, ...], int] = {(): state}
+            drafted = list[tuple[int, int, tuple[int, ...]]]()
             canvases: dict[tuple[int, ...], tuple[int, Filled | None]] = {}
             for row, number in enumerate(seen.number[line]):
                 sees = (
@@ -102,9 +102,9 @@ class GrammarRows:
                             text, state, sees, number - len(committed), len(committed), canvases, bits[line, row]
                         )
                     continue
-                here = self._after(text, after, sees)
-                if here >= 0:
-                    text.automaton.mask(here, text.limit - number - 1, _buffer(bits[line, row]))
+                drafted.append((row, text.limit - number - 1, sees))
+            if drafted and state >= 0:
+                text.automaton.masks(state, drafted, _buffer(bits[line]))
 
     def _state(self, sequence: int, text: Text, committed: list[int]) -> int:
         """The state after the tokens in the cache."""
@@ -122,17 +122,6 @@ class GrammarRows:
 
     def _follow(self, text: Text, state: int, tokens: Sequence[int]) -> int:
         return text.automaton.follow(state, list(tokens)) if state >= 0 else state
-
-    def _after(self, text: Text, states: dict[tuple[int, ...], int], tokens: tuple[int, ...]) -> int:
-        """The state after `tokens`, of which the first ones are often known."""
-        cached = len(tokens)
-        while tokens[:cached] not in states:
-            cached -= 1
-        state = states[tokens[:cached]]
-        for end in range(cached, len(tokens)):
-            state = self._follow(text, state, tokens[end : end + 1])
-            states[tokens[: end + 1]] = state
-        return state
 
     def _guess(
         self,

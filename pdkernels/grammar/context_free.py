@@ -106,7 +106,7 @@ class PrefixAutomaton:
         self._matcher = library().LLMatcher(tokenizer, rules)
         fault = self._matcher.get_error()
         refuse(bool(fault), OP, f"no text satisfies the grammar: {' '.join(fault.split())[:200]}")
-        self._ends = list(ends)
+        self._ends, self._vocabulary = list(ends), tokenizer.vocab_size
         self._prefixes: list[tuple[int, ...]] = [()]
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
         self._here: tuple[int, ...] = ()
@@ -166,6 +166,14 @@ class PrefixAutomaton:
         if last is None:
             return 0, -1
         return sum(word.bit_count() for word in mask_words), 32 * last + mask_words[last].bit_length() - 1
+
+    def masks(self, state: int, rows: Sequence[tuple[int, int, Sequence[int]]], bits: Any) -> None:
+        """As of `_host.TokenAutomaton`."""
+        words = (self._vocabulary + 31) // 32
+        for row, budget, tokens in rows:
+            here = self.follow(state, tokens)
+            if here >= 0:
+                self.mask(here, budget, (ctypes.c_int32 * words).from_buffer(bits, 4 * words * row))
 
     def forced(self, state: int) -> list[int]:
         if state == self.done or not self._go(self._prefixes[state]):

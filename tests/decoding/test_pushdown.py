@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from pdkernels import _host
+from pdkernels.decoding import Grammar
 from pdkernels.grammar.calls import call
+from pdkernels.grammar.grammar import PushdownGrammar
 from pdkernels.grammar.language import Alt, Expression, Seq, determinised, text
 from reference import pushdown as reference
+from tests.support.drafted_masks import check_masks_of_a_draft
 
 FAR = 2**31 - 1
 Tokens = list[bytes | None]
@@ -147,3 +150,52 @@ def test_every_completion_is_counted() -> None:
         for at in [n for n, token in enumerate(canvas) if good and token == -1]:
             filled.allowed(at, words)
             assert bits_of(words, 7) == sorted({choice[at] for choice in good})
+
+
+LONG = {
+    "sums": 'start: product ("+" product)*\nproduct: factor ("*" factor)*\nfactor: "1" | "(" start ")"',
+    "pairs": 'start: "(" start ")" | "1"',
+    "a list": 'start: "1" | "(" start ")" ("+" "1")*',
+    "two rules": 'start: "(" other | "1"\nother: "*" start ")" | "1" ")"',
+}
+WORDS: Tokens = [b"(", b")", b"1", b"+", b"*", b"((", b"))", b")+", b"+(", b"1)", b"(*", b"", None]
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("seed", range(12))
+def test_long_canvases_equal_those_of_an_unfolded_grammar(name: str, seed: int) -> None:
+    """A canvas cannot hold more levels than its tokens open, so an automaton with as many levels knows the same of it."""
+    draw, words, expected = random.Random(seed), np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    vocabulary = [word for word in WORDS if not word or draw.random() < 0.7]
+    ends, tokens = [len(vocabulary) - 1], [word or b"" for word in vocabulary]
+    unfolded = _host.TokenAutomaton(Grammar.ebnf(LONG[name], depth=64).automaton, tokens, ends, 10**7)
+    deep = Grammar.ebnf(LONG[name], depth=None)
+    assert isinstance(deep, PushdownGrammar)
+    made = over(deep.rules, vocabulary)
+    length, budget = draw.choice([33, 48, 60]), draw.choice([0, 0, 3])
+    prefix = draw.choice([[], [], [0]])
+    canvas, state, start = [-1] * length, made.follow(0, prefix), unfolded.follow(0, prefix)
+    assert (state < 0) == (start < 0)
+    if state < 0:
+        return
+    for _ in range(10):
+        filled, places = made.fill(canvas, state, budget), unfolded.places(canvas, [start], budget)
+        assert bool(filled) == bool(places) == bool(made.fill(canvas, state, budget, listed=False))
+        masks = [at for at, token in enumerate(canvas) if token == -1]
+        if not places:
+            break
+        for at in masks:
+            assert filled.allowed(at, words) == unfolded.allowed(places[at], places[at + 1], expected)
+            assert words[0] == expected[0], (canvas, at)
+        for at in draw.sample(masks, min(len(masks), draw.choice([1, 4, length // 5]))):
+            # Sometimes a token that excludes others.
+            places = unfolded.places(canvas, [start], budget)
+            unfolded.allowed(places[at], places[at + 1], expected)
+            token = draw.choice(bits_of(expected, len(vocabulary)))
+            canvas[at] = token if unfolded.places([*canvas[:at], token, *canvas[at + 1 :]], [start], budget) else -1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_masks_of_a_draft_are_those_of_its_rows(seed: int) -> None:
+    rules, tokens, draw = random_case(seed)
+    check_masks_of_a_draft(over(automaton_of(rules), tokens), len(tokens), draw)

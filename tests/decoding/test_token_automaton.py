@@ -11,6 +11,7 @@ import pytest
 
 from pdkernels import _host
 from reference import token_automaton as reference
+from tests.support.drafted_masks import check_masks_of_a_draft
 
 FAR = 2**31 - 1
 
@@ -97,6 +98,12 @@ def test_masks_of_states_equal_the_reference(seed: int) -> None:
         assert over.accepting(state) == (there == reference.DONE or made.accepting[there])
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_masks_of_a_draft_are_those_of_its_rows(seed: int) -> None:
+    _, automaton, tokens, draw = random_case(seed)
+    check_masks_of_a_draft(automaton, len(tokens), draw)
+
+
 def test_the_construction_is_bounded() -> None:
     # (a|b)*a(a|b){n} has 2 ** n states.
     edges = [(0, 97, 98, 0), (0, 97, 97, 1), *((n, 97, 98, n + 1) for n in range(1, 20))]
@@ -122,4 +129,7 @@ def test_arguments_are_checked() -> None:
         over.best([-1], [0], 0, np.zeros(3, dtype=np.float32))
     with pytest.raises(ValueError, match="ends must be tokens without bytes"):
         _host.TokenAutomaton(made, [b"a", b""], [0], 100)
+    for rows, bits in (([(1, 1, [])], np.zeros(1)), ([(0, 1, [])], np.zeros(1, dtype=np.int64))):
+        with pytest.raises(ValueError, match="rows of int32"):
+            over.masks(0, rows, bits)
     assert over.next(0, 5) == -1
