@@ -120,6 +120,7 @@ def chat(
     json_schema: flags.Schema = None,
     key_order: flags.KeyOrder = None,
     whitespace: flags.Whitespace = None,
+    depth: flags.Depth = None,
     regex: flags.Regex = None,
     choice: flags.Choice = None,
     ebnf: flags.Ebnf = None,
@@ -141,7 +142,9 @@ def chat(
         options: dict[str, Any] = {"draft": draft, "block_size": block_size_of("chat", block_size)}
         chosen, options = read_settings("chat", typed, option, options, ONE_TEXT)
         params = SamplingParams(op="chat", max_new_tokens=max_new_tokens, adapter=adapter, **chosen)
-        grammar = grammar_of("chat", json_schema, regex, choice, ebnf, key_order=key_order, whitespace=whitespace)
+        grammar = grammar_of(
+            "chat", json_schema, regex, choice, ebnf, depth, key_order=key_order, whitespace=whitespace
+        )
         language_model: Any = load("chat", model, device, dtype, packed, cache_dtype, drafter, adapter)
         use_threads(threads, [language_model])
         demand(

@@ -45,8 +45,12 @@ _KEY_ORDER = "Of a schema's properties: as it names them, or in any order (at mo
 _SPACES = (
     "Of JSON: compact, single, any, or a regular expression; by default at most one space after commas and colons."
 )
+_DEPTH = (
+    "How often a reference of a schema, or a rule of a grammar, may be inside itself: a number, by default 3, or any."
+)
 KeyOrder = Annotated[str | None, typer.Option(metavar="schema|any", help=_KEY_ORDER)]
 Whitespace = Annotated[str | None, typer.Option(metavar="TEXT", help=_SPACES)]
+Depth = Annotated[str | None, typer.Option(metavar="NUMBER|any", help=_DEPTH)]
 Regex = Annotated[str | None, typer.Option(metavar="PATTERN", help=_REGEX)]
 Choice = Annotated[list[str] | None, typer.Option(metavar="TEXT", help=_CHOICE)]
 Ebnf = Annotated[Path | None, typer.Option(dir_okay=False, help=_EBNF)]

@@ -75,6 +75,7 @@ def generate(
     json_schema: flags.Schema = None,
     key_order: flags.KeyOrder = None,
     whitespace: flags.Whitespace = None,
+    depth: flags.Depth = None,
     regex: flags.Regex = None,
     choice: flags.Choice = None,
     ebnf: flags.Ebnf = None,
@@ -99,7 +100,9 @@ def generate(
         options: dict[str, Any] = {"block_size": block_size_of("generate", block_size)}
         options |= {"window": window, "page_size": page_size}
         settings, options = read_settings("generate", typed, option, options, ONE_TEXT)
-        grammar = grammar_of("generate", json_schema, regex, choice, ebnf, key_order=key_order, whitespace=whitespace)
+        grammar = grammar_of(
+            "generate", json_schema, regex, choice, ebnf, depth, key_order=key_order, whitespace=whitespace
+        )
         params = SamplingParams(
             op="generate", max_new_tokens=max_new_tokens, grammar=grammar, adapter=adapter, **settings
         )

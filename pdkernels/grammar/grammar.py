@@ -246,6 +246,11 @@ class Grammar:
             automata[key] = self._compiled(model, end_tokens)
         return automata[key]
 
+    def nbytes(self, model: Any, end_tokens: Sequence[int]) -> int:
+        """How many bytes its automata take, about; that over the model's tokens is made, if texts of it can end."""
+        automaton = self.for_model(model, end_tokens) if end_tokens else None
+        return 1024 * self.automaton.states + (8 * automaton.states * automaton.classes if automaton else 0)
+
     def _compiled(self, model: Any, end_tokens: Sequence[int]) -> _host.TokenAutomaton:
         vocabulary = self._checked_vocabulary(model, end_tokens)
         automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
@@ -332,11 +337,19 @@ class PushdownGrammar(Grammar):
 
     def for_model(self, model: Any, end_tokens: Sequence[int]) -> Any:
         """A new numbering of the states of one text; what the tokens do is kept, as by `Grammar`."""
+        return _host.PushdownText(self._tokens_of(model, end_tokens))
+
+    def nbytes(self, model: Any, end_tokens: Sequence[int]) -> int:
+        """As of `Grammar`."""
+        tokens = self._tokens_of(model, end_tokens) if end_tokens else None
+        return 1024 * self.rules.states + (8 * tokens.states * tokens.classes if tokens else 0)
+
+    def _tokens_of(self, model: Any, end_tokens: Sequence[int]) -> _host.PushdownTokens:
         key = (model.config.vocab_size, *end_tokens)
         compiled_tokens = self._over.setdefault(_owner(model), {}) if model.tokenizer is not None else {}
         if key not in compiled_tokens:
             compiled_tokens[key] = self._compiled_tokens(model, end_tokens)
-        return _host.PushdownText(compiled_tokens[key])
+        return compiled_tokens[key]
 
     def _compiled_tokens(self, model: Any, end_tokens: Sequence[int]) -> _host.PushdownTokens:
         vocabulary = self._checked_vocabulary(model, end_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from pdkernels._validation import refuse
 from pdkernels.decoding import Grammar
 from pdkernels.grammar.language import Alt, Chars, Expression, Repeat, complement, either, optional, sequence, text
 from pdkernels.grammar.products import without
@@ -56,7 +57,9 @@ class Asked(NamedTuple):
         if kind == "regex":
             return Grammar.regex(source)
         given = json.loads(source)
-        return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(**given, unknown="ignore")
+        if kind == "choice":
+            return Grammar.choice(given)
+        return Grammar.json_schema(**given | {"depth": _depth_of(given)}, unknown="ignore")
 
 
 def asked_grammar(body: Settings, reading: Reading | None = None) -> Asked | None:
@@ -90,7 +93,7 @@ def _content(body: Settings) -> tuple[str, str] | None:
         asked["response_format"] = json.dumps(
             any_object
             if form.json_schema is None
-            else form.json_schema.model_dump(by_alias=True, include={"schema_", "key_order", "whitespace"})
+            else form.json_schema.model_dump(by_alias=True, include={"schema_", "key_order", "whitespace", "depth"})
         )
     given = [(kind, source) for kind, source in asked.items() if source is not None]
     if len(given) > 1:
@@ -204,5 +207,11 @@ def _expression(kind: str, source: str) -> Expression:
     given = json.loads(source)
     if kind == "choice":
         return Alt(tuple(map(text, given)))
-    any_order = given.get("key_order") == "any"
-    return parsed_schema(given["schema"], given.get("whitespace"), Size(depth=_DEPTH), any_order=any_order)[0][0]
+    any_order, size = given.get("key_order") == "any", Size(depth=_depth_of(given))
+    refuse(size.depth is None, "serve", "a depth of 'any' beside tools or a thought", "Pass a number.")
+    return parsed_schema(given["schema"], given.get("whitespace"), size, any_order=any_order)[0][0]
+
+
+def _depth_of(given: dict[str, Any]) -> int | None:
+    depth = given.get("depth")
+    return _DEPTH if depth is None else None if depth == "any" else int(depth)

@@ -80,11 +80,7 @@ class Frontend:
     def prepare(self, grammar: Grammar) -> int:
         """Makes a grammar's automaton over the tokens, as requests will ask for it; returns the bytes of its automata,
         about."""
-        ends, nbytes = tuple(self.engine.model.end_tokens), 1024 * grammar.automaton.states
-        if ends:
-            automaton = grammar.for_model(self.engine.model, ends)
-            nbytes += 8 * automaton.states * automaton.classes
-        return nbytes
+        return grammar.nbytes(self.engine.model, tuple(self.engine.model.end_tokens))
 
     def chat(self, body: ChatRequest) -> Draft:
         """Reads a chat."""

@@ -18,7 +18,7 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, error_body, of_failure, renamed, shown
 from pdkernels.serve.gate import log_failure
-from pdkernels.serve.schema import ChatRequest, Common, OneAnswer, Strict
+from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
 from pdkernels.serve.service import Service
 from pdkernels.serve.tagged import read_json
 from pdkernels.serve.threads import in_thread
@@ -64,6 +64,7 @@ class _Format(Strict):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     key_order: Literal["schema", "any"] | None = None
     whitespace: str | None = None
+    depth: Depth | None = None
 
 
 class _OutputConfig(Strict):

@@ -20,7 +20,7 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, of_failure, renamed, shown
 from pdkernels.serve.gate import log_failure
-from pdkernels.serve.schema import ChatRequest, Common, OneAnswer, Strict
+from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
 from pdkernels.serve.service import Service
 
 _MAX_STORED = 1024
@@ -41,6 +41,7 @@ class _Format(Strict):
     strict: bool | None = None
     key_order: Literal["schema", "any"] | None = None
     whitespace: str | None = None
+    depth: Depth | None = None
 
 
 class _Text(Strict):

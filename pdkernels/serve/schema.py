@@ -121,6 +121,10 @@ class Settings(Sampling, Common):  # type: ignore[misc]
         return {name: value for name, value in values.items() if value is not None}
 
 
+Depth = Annotated[int, Field(strict=True, ge=0, le=64)] | Literal["any"]
+"""How often a reference of a schema may be inside itself."""
+
+
 class JsonSchema(BaseModel):
     """A schema that an answer follows."""
 
@@ -131,7 +135,8 @@ class JsonSchema(BaseModel):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     key_order: Literal["schema", "any"] = "schema"
     whitespace: str | None = None
-    """As those of `Grammar.json_schema`."""
+    depth: Depth | None = None
+    """As those of `Grammar.json_schema`; a depth of "any" is its None."""
 
 
 class ResponseFormat(Strict):

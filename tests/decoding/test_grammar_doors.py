@@ -20,17 +20,24 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9
 RUN = ["generate", "--prompt", "x = ", "--max-new-tokens", "20"]
 
 
+NESTED = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
+
+
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, [*arguments], env={"COLUMNS": "200"})
 
 
 def test_generate(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "b.lark").write_text('start: "<" start ">" | "<0>"')
     (tmp_path / "a.lark").write_text('start: "<" /[0-9]/ ">"')
     for given, pattern in (
         (["--json-schema", json.dumps(SCHEMA)], r'\{"a": ?\d{1,2}\}'),
         (["--json-schema", str(tmp_path / "a.json")], r'\{"a": ?\d{1,2}\}'),
         (["--json-schema", json.dumps(SCHEMA), "--whitespace", "compact", "--key-order", "any"], r'\{"a":\d{1,2}\}'),
+        (["--json-schema", json.dumps(NESTED), "--depth", "any"], r"\[*\]*"),
+        (["--json-schema", json.dumps(NESTED), "--depth", "0"], r"\[\]"),
+        (["--ebnf", str(tmp_path / "b.lark"), "--depth", "any"], r"<+0>+"),
         (["--regex", "[0-9]{3};"], r"[0-9]{3};"),
         (["--choice", "red", "--choice", "blue"], "red|blue"),
         (["--ebnf", str(tmp_path / "a.lark")], "<[0-9]>"),
@@ -48,6 +55,9 @@ def test_refused(tmp_path: Path) -> None:
         (["--json-schema", "{"], "the schema is not JSON"),
         (["--regex", "a", "--key-order", "any"], "--key-order is an option of --json-schema"),
         (["--whitespace", "any"], "--whitespace is an option of --json-schema"),
+        (["--regex", "a", "--depth", "any"], "--depth is an option of --json-schema and --ebnf"),
+        (["--json-schema", "{}", "--depth", "-1"], "--depth must be a number or 'any', got '-1'"),
+        (["--json-schema", "{}", "--depth", "65"], "depth must be in 0 .. 64"),
         (["--json-schema", "{}", "--key-order", "no"], "--key-order must be one of"),
         (["--json-schema", "{}", "--whitespace", "x"], "whitespace matches characters that are no space in JSON"),
         (["--regex", "a{30}"], "cannot be completed within --max-new-tokens (20)"),

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+import pdkernels as pd
 from pdkernels.serve.calls import HERMES
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.forms import asked_grammar
@@ -73,6 +74,42 @@ def test_orders_and_spaces_of_a_schema(options: dict[str, Any], taken: list[int]
         for form in (asked, calling):
             grammar = form.grammar()
             assert [number for number, text in enumerate(TEXTS) if grammar.matches(text)] == taken
+
+
+NESTED = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
+
+
+@pytest.mark.parametrize(("depth", "most"), [({}, 5), ({"depth": None}, 5), ({"depth": 0}, 2), ({"depth": "any"}, 90)])
+def test_depths_of_a_schema(depth: dict[str, Any], most: int) -> None:
+    """By each interface, of a recursive schema; numbers also beside tools."""
+    messages = [{"role": "user", "content": "x"}]
+    chat = {"type": "json_schema", "json_schema": {"name": "n", "schema": NESTED, **depth}}
+    flat = {"type": "json_schema", "schema": NESTED, **depth}
+    bodies: list[ChatRequest] = [
+        ChatRequest(model="m", messages=messages, response_format=chat),  # type: ignore[arg-type]
+        ResponseRequest(model="m", input="x", text={"format": {**flat, "name": "n"}}).chat([]),  # type: ignore[arg-type]
+        CountRequest(model="m", messages=messages, output_config={"format": flat}).chat(),  # type: ignore[arg-type]
+    ]
+    for body in bodies:
+        asked = asked_grammar(body)
+        assert asked is not None
+        calling = asked._replace(calling=(HERMES, (("f", "{}"),), True, False))
+        if most == 90:
+            with pytest.raises(Refused, match="a depth of 'any' beside tools or a thought"):
+                calling.grammar()
+        for form in (asked,) if most == 90 else (asked, calling):
+            grammar = form.grammar()
+            assert grammar.matches("[" * most + "]" * most)
+            assert grammar.matches("[" * (most + 1) + "]" * (most + 1)) == (most == 90)
+    model = pd.models.load("tiny-code")
+    whole = grammar_of(chat)
+    assert whole.nbytes(model, model.end_tokens) > whole.nbytes(model, ()) > 1024
+
+
+def test_depths_that_are_none_are_refused() -> None:
+    for depth in (-1, 65, "all", 1.5, True):
+        with pytest.raises(ValueError, match="depth"):
+            grammar_of({"type": "json_schema", "json_schema": {"schema": NESTED, "depth": depth}})
 
 
 def test_orders_and_spaces_that_are_none_are_refused() -> None:
