@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ from pdkernels.engine.method_batch import MethodBatch, Request
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
 from pdkernels.generation.filtered_model import FilteredModel
+from pdkernels.generation.grammar_rows import JoinedGrammars
 from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams, take_params
 from pdkernels.generation.prompts import Prompts
 from pdkernels.generation.session import Session
@@ -186,7 +188,7 @@ class Engine:
                 that fills positions in any order. A reader gets the latest; older ones are not kept.
             **options: of the method; and settings (the fields of `SamplingParams`), `trace` and `overflow`, as for
                 `generate`. `n` must be 1, `seed` an int, and `max_new_tokens` at most the engine's. Requests with a
-                grammar or a hook have a batch of their own.
+                hook have a batch of their own, and so have those with a grammar where canvases are filled.
 
         Raises:
             ValueError, TypeError: as `generate`; a batch of prompts; a request beyond the engine's limits.
@@ -256,7 +258,7 @@ class Engine:
                 )
             if key not in self._method_batches:
                 self._method_batches[key] = self._new_method_batch(chosen, session, options)
-            session.model = self._method_batches[key].model
+            session.model, session.filters = self._method_batches[key].model, self._method_batches[key].filters
             self._method_batches[key].waiting.append(request)
             self._handles.add(handle)
             self._metrics.submitted += 1
@@ -356,12 +358,14 @@ class Engine:
         """What the requests of a batch share. The sizes of canvases are those of a request, since they cost what they
         hold."""
         assert method.steps is not None
-        if session.filters.allowed is not None or session.filters.hooks:
+        joins = _joins(method, session)
+        if session.filters.hooks or (session.filters.allowed is not None and not joins):
             return number  # these follow one text
         sizes = () if method.steps.any_limit else (session.max_new_tokens, -(-session.longest // _BUCKET))
         chosen = tuple(sorted((name, _written(value)) for name, value in options.items()))
         drawn = None if method.steps.draws_by_row(options) else session.sampler
-        return method.name, chosen, drawn, session.end_tokens, repr(session.filters), sizes
+        filters = repr(replace(session.filters, allowed=None))
+        return method.name, chosen, drawn, session.end_tokens, filters, sizes, joins
 
     def _check_steps(self, method: Method, session: Session, options: dict[str, Any]) -> None:
         """Raises what the method's steps say of the options and of the model."""
@@ -382,6 +386,9 @@ class Engine:
     def _new_method_batch(self, method: Method, session: Session, options: dict[str, Any]) -> MethodBatch:
         ends, filters, kind = session.end_tokens, session.filters, method.steps
         assert kind is not None
+        grammars = JoinedGrammars() if _joins(method, session) else None
+        if grammars is not None:
+            filters = replace(filters, allowed=grammars.words)
         # Rows that draw by themselves bring their samplers.
         params = SamplingParams() if kind.draws_by_row(options) else session.params.replace(seed=0, adapter=None)
         model = self.model if method.fills_canvases or not filters.any else FilteredModel(self.model, filters)
@@ -402,7 +409,7 @@ class Engine:
         rows = self.max_canvases if kind.keeps_pages else self.max_running
         rows = 1 if kind.follows_grammars and session.grammar is not None else rows  # the grammar is that of one text
         grows = not kind.keeps_pages and self._on_cpu
-        return MethodBatch(method.name, kind, options, model, session_of, rows, grows)
+        return MethodBatch(method.name, kind, options, model, filters, session_of, rows, grows, grammars)
 
     @property
     def _idle(self) -> bool:
@@ -508,6 +515,14 @@ def _run(calls: queue.SimpleQueue[Engine | None], memory: Memory) -> None:
             engine = None
     finally:
         memory.close()
+
+
+def _joins(method: Method, session: Session) -> bool:
+    """Whether a request with a grammar can share a batch: its tokens come one after the other, so each row has a state."""
+    grammar, steps = session.grammar, method.steps
+    assert steps is not None
+    in_rows = grammar is not None and session.filters.allowed == grammar.words
+    return in_rows and not (steps.follows_grammars or method.writes_in_parallel or session.filters.hooks)
 
 
 def _reason(failure: BaseException) -> str:

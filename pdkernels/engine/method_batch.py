@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
 from pdkernels.engine.tree import SHORTEST, CachedPrefix
+from pdkernels.generation.filters import Filters
+from pdkernels.generation.grammar_rows import JoinedGrammars
 from pdkernels.generation.sampler import Sampler
 from pdkernels.generation.session import NoChoice, Session
 
@@ -60,10 +62,11 @@ class MethodBatch:
     Args:
         method: its name.
         kind, options: of the batch.
-        model: with the filters of its requests.
+        model, filters: what its requests share.
         session_of: a session with the largest sizes, for a number of rows.
         rows: maximum number of requests at a time.
         grows: whether the number of rows follows the requests, for methods on a KV cache; else it is always `rows`.
+        grammars: of its requests, if they have some and share the batch all the same.
     """
 
     def __init__(
@@ -72,11 +75,13 @@ class MethodBatch:
         kind: type[Steps],
         options: dict[str, Any],
         model: Any,
+        filters: Filters,
         session_of: Callable[[int], Session],
         rows: int,
         grows: bool,
+        grammars: JoinedGrammars | None = None,
     ) -> None:
-        self.method, self.model = method, model
+        self.method, self.model, self.filters, self._grammars = method, model, filters, grammars
         self._kind, self._options, self._session_of = kind, options, session_of
         self._rows, self._grows = rows, grows
         self.waiting: deque[Request] = deque()
@@ -137,6 +142,7 @@ class MethodBatch:
         self._grow(memory, metrics)
         if self.running:
             metrics.steps += 1
+            self._follow(self.batch.sessions)
             for row in self.batch.step():
                 self._leave(row, memory, metrics)
         self._shrink()
@@ -309,6 +315,7 @@ class MethodBatch:
         # so many.
         budget = min(budget, *(getattr(staging.steps.cache, name, budget) for name in ("pending", "piece")))
         budget = min([budget, *(stop - staging.cached for stop in self._stops if stop > staging.cached)])
+        self._follow([request.session])
         try:
             pieces = staging.in_pieces or request.preempted is not None
             if pieces and remaining > budget:
@@ -318,6 +325,7 @@ class MethodBatch:
                 return budget
             if not batch.free:
                 batch = self._take(self._size(len(self.running) + 1))
+                self._follow([request.session])
             if not batch.ready:
                 return 0
             row = batch.free[0]
@@ -342,6 +350,11 @@ class MethodBatch:
         self._keep(memory, request, request.text, row)
         request.preempted = None
         return max(1, remaining)
+
+    def _follow(self, sessions: Sequence[Session | None]) -> None:
+        """Says whose grammars the rows of the next forward follow."""
+        if self._grammars is not None:
+            self._grammars.now = [None if session is None else session.grammar for session in sessions]
 
     def _leave(self, row: int, memory: Memory, metrics: EngineMetrics, reason: FinishReason | None = None) -> None:
         assert self.batch is not None
@@ -385,6 +398,7 @@ class MethodBatch:
         """The batch with this number of rows, to which the requests have moved."""
         old = self.batch
         if rows not in self._batches:
+            self._follow([])
             staging = None if old is None else old.staging
             self._batches[rows] = RunningBatch(self._kind, self._session_of(rows), staging, **self._options)
         new = self._batches[rows]

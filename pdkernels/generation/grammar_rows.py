@@ -50,6 +50,8 @@ class GrammarRows:
         """Whether the grammar is that of a whole text, not of its chunks."""
         self.forced: list[dict[int, int]] = [{} for _ in texts]
         """Of each sequence, the tokens that were drafted because no text has others there, by their places."""
+        self.failure: BaseException | None = None
+        """What `JoinedGrammars` met in it."""
 
     def words(self, rows: Prefixes) -> Tensor:
         """As `Filters.allowed`: int32 ``(batch, R, ceil(V / 32))``."""
@@ -80,31 +82,28 @@ class GrammarRows:
                     filled_canvas.allowed(position, _buffer(bits[line, row]))
 
     def _drafts(self, seen: Seen, bits: Tensor) -> None:
-        texts, prompts, lengths, begun = seen.text, seen.prompts, seen.length, seen.new
-        tokens, visible, guessing = seen.tokens, seen.visible, seen.guessing
         for line, sequence in enumerate(seen.sequences):
-            text = self._texts[sequence]
-            if text is None:
+            self.draft(sequence, seen, line, bits[line])
+
+    def draft(self, sequence: int, seen: Seen, line: int, bits: Tensor) -> None:
+        """Writes the words ``(R, ceil(V / 32))`` of a line of drafts that is a sequence's."""
+        text = self._texts[sequence]
+        if text is None:
+            return
+        begun, tokens, visible = seen.new[line], seen.tokens[line], seen.visible[line]
+        committed = seen.text[line][seen.prompts[line] : seen.length[line]] if begun else []
+        state = self._state(sequence, text, committed)
+        drafted = list[tuple[int, int, tuple[int, ...]]]()
+        canvases: dict[tuple[int, ...], tuple[int, Filled | None]] = {}
+        for row, number in enumerate(seen.number[line]):
+            sees = tuple(token for token, there in zip(tokens, visible[row], strict=True) if there) if begun else ()
+            if seen.guessing[line][row]:
+                if begun:
+                    self._guess(text, state, sees, number - len(committed), len(committed), canvases, bits[row])
                 continue
-            committed = texts[line][prompts[line] : lengths[line]] if begun[line] else []
-            state = self._state(sequence, text, committed)
-            drafted = list[tuple[int, int, tuple[int, ...]]]()
-            canvases: dict[tuple[int, ...], tuple[int, Filled | None]] = {}
-            for row, number in enumerate(seen.number[line]):
-                sees = (
-                    ()
-                    if not begun[line]
-                    else tuple(token for token, seen in zip(tokens[line], visible[line][row], strict=True) if seen)
-                )
-                if guessing[line][row]:
-                    if begun[line]:
-                        self._guess(
-                            text, state, sees, number - len(committed), len(committed), canvases, bits[line, row]
-                        )
-                    continue
-                drafted.append((row, text.limit - number - 1, sees))
-            if drafted and state >= 0:
-                text.automaton.masks(state, drafted, _buffer(bits[line]))
+            drafted.append((row, text.limit - number - 1, sees))
+        if drafted and state >= 0:
+            text.automaton.masks(state, drafted, _buffer(bits))
 
     def _state(self, sequence: int, text: Text, committed: list[int]) -> int:
         """The state after the tokens in the cache."""
@@ -309,6 +308,30 @@ class GrammarRows:
                     f"{text.source} could not be completed within max_new_tokens ({text.limit}) in sequence {sequence}"
                 )
             refuse(not complete, _OP, fault)
+
+
+class JoinedGrammars:
+    """The grammars of requests that share a batch, each of them that of one text: what fails in one is told to its request
+    alone (`GrammarRows.failure`), which ends before anything else is written."""
+
+    def __init__(self) -> None:
+        self.now: Sequence[GrammarRows | None] = ()
+        """Of each row of the next forward; rows beyond have none."""
+
+    def words(self, rows: Prefixes) -> Tensor:
+        """As `Filters.allowed`."""
+        seen = rows.read().seen if rows.seen is None else rows.seen
+        assert seen is not None
+        bits = torch.full((*rows.number.shape, (rows.vocabulary + 31) // 32), -1, dtype=torch.int32)
+        for line, sequence in enumerate(seen.sequences):
+            grammar = self.now[sequence] if sequence < len(self.now) else None
+            if grammar is not None and grammar.failure is None:
+                try:
+                    grammar.draft(0, seen, line, bits[line])
+                except BaseException as error:
+                    grammar.failure = error
+                    bits[line] = -1
+        return bits.to(rows.number.device, non_blocking=True)
 
 
 def _buffer(tensor: Tensor) -> Any:

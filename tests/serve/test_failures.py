@@ -83,15 +83,15 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_grammar_that_fails_ends_its_request_alone(serve: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     address, engine = serve(model=chatting())
-    words, calls = GrammarRows.words, list[None]()
+    draft, calls = GrammarRows.draft, list[None]()
 
-    def fails(self: GrammarRows, rows: Any) -> Any:
+    def fails(self: GrammarRows, *arguments: Any) -> None:
         calls.append(None)
         if len(calls) > at:
             raise OSError("from the grammar")
-        return words(self, rows)
+        draft(self, *arguments)
 
-    monkeypatch.setattr(GrammarRows, "words", fails)
+    monkeypatch.setattr(GrammarRows, "draft", fails)
     with Beside(address):
         answer = httpx.post(f"{address}/v1/completions", json=BODY | {"regex": "[a-z]{20}"}, timeout=60)
         assert answer.status_code == 500 and "its log says why" in answer.json()["error"]["message"], answer.text

@@ -145,6 +145,7 @@ class RunningBatch:
             sampler is not None and self._samplers is None, _OP, "these steps draw all rows alike", "Pass no sampler."
         )
         first = self.staging.start(session, checked_seeds(_OP, seed, 1), sampler)
+        _refuse_failed(session)
         refuse_no_choice(session, [first])
         length = 0 if steps.keeps_pages else session.longest
         steps.admit(row, started, length, session.longest + session.max_new_tokens)
@@ -314,6 +315,7 @@ class RunningBatch:
     def _step(self, row: int, session: Session, before: Any) -> None:
         def record() -> int:
             rows = [self._rows[row]]
+            _refuse_failed(session)
             refuse_no_choice(session, [rows])
             return self.steps.stepped(session, [before], rows)
 
@@ -352,3 +354,9 @@ class RunningBatch:
         cache.idle_row_(row)
         if cache.block_table is not None:
             cache.resize_row_(row, _IDLE if self.staging.pool is None else 0)
+
+
+def _refuse_failed(session: Session) -> None:
+    """Raises what its grammar has met."""
+    if session.grammar is not None and session.grammar.failure is not None:
+        raise session.grammar.failure
