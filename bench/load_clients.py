@@ -81,8 +81,6 @@ def body_of(request: dict[str, Any], engine: str) -> dict[str, Any]:
         body["ignore_eos"] = True
     if kind == "adapter":
         body |= {"adapter": "style"} if ours else {"lora": [{"id": 0, "scale": 1.0}]}
-    elif not ours:
-        body["lora"] = [{"id": 0, "scale": 0.0}]
     if kind == "lookup" and ours:
         body |= {"method": "jacobi", "options": {"draft": "lookup"}}
     return body

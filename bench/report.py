@@ -31,6 +31,7 @@ from bench import (
     plots,
     same_tokens,
     schema_fuzz,
+    server_load,
     server_soak,
 )
 from bench.gpu_report import table
@@ -394,6 +395,7 @@ TABLES = {
     "cpu_engines": lambda rows: cpu_engines_report.engines(CPU_ENGINES),
     "cpu_engines avx2": lambda rows: cpu_engines_report.engines(CPU_ENGINES_AVX2),
     "backends": lambda rows: backends.backends_table(backends.RESULTS),
+    "server_load": lambda rows: server_load.load_table(server_load.RESULTS),
     "server_soak": lambda rows: server_soak.soak_table(server_soak.RESULTS),
     "engine_drafts": lambda rows: engine_drafts.drafts_table(engine_drafts.RESULTS),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),

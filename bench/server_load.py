@@ -96,12 +96,31 @@ def commands(
         f"style={peft}",
     ]
     ours += ["--threads", str(given.threads), "--max-new-tokens", "256", "--method", "autoregressive"]
-    found = {f"pdkernels, {rows} rows": ("pdkernels", [*ours, "--max-running", str(rows)]) for rows in given.rows}
+    found = {
+        f"pdkernels, {rows} rows, caches in {kind}": ("pdkernels", [*ours, "--max-running", str(rows), *_cache(kind)])
+        for rows in given.rows
+        for kind in given.caches
+    }
     for slots in given.slots if llama else ():
-        theirs = [str(llama), "-m", str(file), "--lora", str(lora), "-t", str(given.threads), "-tb", str(given.threads)]
+        theirs = [
+            str(llama),
+            "-m",
+            str(file),
+            "--lora",
+            str(lora),
+            "--lora-init-without-apply",
+            "-t",
+            str(given.threads),
+            "-tb",
+            str(given.threads),
+        ]
         theirs += ["-np", str(slots), "-c", str(slots * 2560), "--no-webui", *shlex.split(given.llama_options)]
         found[f"llama.cpp, {slots} slots"] = "llama.cpp", theirs
     return found
+
+
+def _cache(kind: str) -> list[str]:
+    return [] if kind == "float32" else ["--cache-dtype", kind]
 
 
 def one_slice(engine: str, command: list[str], seed: int, given: argparse.Namespace, log: Path) -> dict[str, Any]:
@@ -154,7 +173,7 @@ def figures(slices: list[dict[str, Any]], tokenizer: Any, seconds: float) -> dic
         first.append(times[0] - request["at"])
         by_kind.setdefault(request["kind"], []).append(times[0] - request["at"])
         gaps += [later - earlier for earlier, later in zip(times, times[1:])]
-        if count >= 16 and times[-1] > times[0]:
+        if request["kind"] in ("greedy", "sampled") and count >= 16 and times[-1] > times[0]:
             speeds.append((count - 1) / (times[-1] - times[0]))
     total = seconds * len(slices)
     return {
@@ -168,9 +187,9 @@ def figures(slices: list[dict[str, Any]], tokenizer: Any, seconds: float) -> dic
     }  # fmt: skip
 
 
-def check_texts(slices: list[dict[str, Any]], file: Path) -> int:
-    """Compares some greedy answers with those of `generate` alone; returns how many."""
-    model: Any = pd.models.load(file)
+def check_texts(slices: list[dict[str, Any]], file: Path, kind: str) -> int:
+    """Compares some greedy answers with those of `generate` alone, with caches of this kind; returns how many."""
+    model: Any = pd.models.load(file, cache_dtype=None if kind == "float32" else torch.int8)
     whole = [
         one for each in slices for one in each["requests"] if one["kind"] in ("greedy", "lookup") and one.get("ended")
     ]
@@ -220,6 +239,7 @@ def main() -> None:
     parser.add_argument("--llama-options", default="", help="more options for it")
     parser.add_argument("--slots", type=int, nargs="+", default=[16], help="of llama.cpp; each number is a server")
     parser.add_argument("--rows", type=int, nargs="+", default=[16], help="of ours: --max-running")
+    parser.add_argument("--caches", nargs="+", default=["float32", "int8"], help="of ours: --cache-dtype")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a slice")
     parser.add_argument("--rounds", type=int, default=2)
@@ -237,7 +257,8 @@ def main() -> None:
                 slices.setdefault(server, []).append(one_slice(engine, command, seed, given, folder / "log"))
         tokenizer = pd.models.load(file).tokenizer
         found = {server: figures(each, tokenizer, given.seconds) for server, each in slices.items()}
-        checked = sum(check_texts(each, file) for server, each in slices.items() if servers[server][0] == "pdkernels")
+        ours = {server: each for server, each in slices.items() if servers[server][0] == "pdkernels"}
+        checked = sum(check_texts(each, file, server.split()[-1]) for server, each in ours.items())
     facts = {
         "file": file.name, "machine": processor(), "python": sys.version.split()[0], "rate": given.rate, "seconds": given.seconds,
         "rounds": given.rounds, "threads": given.threads, "clients": CLIENTS, "checked": checked,
