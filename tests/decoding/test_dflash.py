@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pdkernels.decoding import generate
+from pdkernels.engine import Engine
 from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
 from pdkernels.models import Transformer
@@ -102,16 +103,51 @@ def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
 @pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [None, 3])
-def test_lossless_in_every_dtype(dtype: torch.dtype, page_size: int | None) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+def test_lossless_in_every_dtype(kind: str, dtype: torch.dtype, page_size: int | None) -> None:
     for seed in range(2):
         model = a_model(seed).to(dtype)
-        head = a_head(model, seed, windows=(None, Window(3)) if seed else ())
+        head = a_head(model, seed, kind=kind, windows=(None, Window(3)) if seed else ())
         for drawn in ({}, {"temperature": 0.9, "seed": seed, "top_k": 6, "top_p": 0.9}):
             expected = generate(model, PROMPTS, max_new_tokens=20, end_tokens=(), **drawn).tokens
             for size in (2, None):
                 options = {"block_size": size, "drafter": head, "page_size": page_size, **drawn}
                 found = generate(model, PROMPTS, "dflash", max_new_tokens=20, end_tokens=(), **options).tokens
                 assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", IN_ORDER)
+def test_in_an_engine(variant: str, dtype: torch.dtype) -> None:
+    """Requests that join and leave one batch, beside others, on shared pages: the tokens of greedy decoding and of draws,
+    and drafts that are those of the head alone."""
+    model: Any = a_model(1).to(dtype)
+    head = a_head(model, 1, **VARIANTS[variant])
+    model.drafters = {head.method: head}
+    prompts = [PROMPTS[0] * 30, *PROMPTS, PROMPTS[1] * 25]
+    drawn: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3, "top_k": 6}]
+    with Engine(model, max_running=3, max_prompt_tokens=160, max_new_tokens=40) as engine:
+        handles = [
+            engine.submit(prompt, method, max_new_tokens=limit, end_tokens=(), **more)
+            for method, limit in (("dflash", 40), ("autoregressive", 20), ("dflash", 12))
+            for prompt in prompts
+            for more in drawn
+        ]
+        found = [handle.result(120) for handle in handles]
+    alone = (
+        (generate(model, prompt, max_new_tokens=limit, end_tokens=(), **more), prompt, limit, more, method)
+        for method, limit in (("dflash", 40), ("autoregressive", 20), ("dflash", 12))
+        for prompt in prompts
+        for more in drawn
+    )
+    several = 0
+    for result, (expected, prompt, limit, more, method) in zip(found, alone, strict=True):
+        assert torch.equal(result.tokens, expected.tokens)
+        if method == "dflash":
+            own = generate(model, prompt, "dflash", max_new_tokens=limit, end_tokens=(), **more)
+            assert result.stats.accepted == own.stats.accepted
+            several += sum(count > 1 for count in own.stats.accepted[0])
+    assert several
 
 
 def test_the_context_holds_accepted_rows_alone() -> None:
