@@ -309,7 +309,7 @@ class _Attention(torch.autograd.Function):
 def _autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
     refuse_tangents(OP, arguments)
     if torch.is_grad_enabled():
-        structure = AttentionArguments(*arguments)  # with those that are left out, which do not arrive
+        structure: Any = AttentionArguments(*arguments)  # with those that are left out, which do not arrive
         if any([structure[i] is not None and structure[i].requires_grad for i in (*DIFFERENTIATED, SINKS)]):
             if torch._C._are_functorch_transforms_active():
                 refuse_transforms(OP, "q, k, v and sinks")

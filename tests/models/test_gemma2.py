@@ -40,14 +40,15 @@ def a_model(window: int = 7, **more: Any) -> Any:
 def test_a_folder(window: int, caps: dict[str, Any], tmp_path: Path) -> None:
     model = a_model(window, **caps)
     model.save_pretrained(tmp_path)
-    own = models.load(tmp_path, dtype=torch.float32)
+    own: Any = models.load(tmp_path, dtype=torch.float32)
     logits = model(torch.tensor([TOKENS])).logits
     torch.testing.assert_close(own(torch.tensor([TOKENS])), logits, rtol=1e-4, atol=1e-4)
     cache = own.new_cache(1, 64)
     with torch.inference_mode():
         torch.testing.assert_close(own(torch.tensor([TOKENS]), cache=cache), logits, rtol=1e-4, atol=1e-4)
     expected = theirs(model)
-    for method, options in {"autoregressive": {}, "jacobi": {"block_size": 9}}.items():
+    methods: dict[str, dict[str, Any]] = {"autoregressive": {}, "jacobi": {"block_size": 9}}
+    for method, options in methods.items():
         for page_size in (None, 7):
             found = generate(
                 own, [TOKENS, TOKENS[:3]], method, max_new_tokens=NEW, end_tokens=(), page_size=page_size, **options
@@ -60,10 +61,11 @@ def test_a_folder(window: int, caps: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_drafts_do_not_change_the_tokens(temperature: float, cache_dtype: Any, tmp_path: Path) -> None:
     a_model().save_pretrained(tmp_path)
-    own = models.load(tmp_path, dtype=torch.bfloat16, cache_dtype=cache_dtype)
-    settings = {"max_new_tokens": NEW, "end_tokens": (), "temperature": temperature, "seed": 5}
+    own: Any = models.load(tmp_path, dtype=torch.bfloat16, cache_dtype=cache_dtype)
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "end_tokens": (), "temperature": temperature, "seed": 5}
     alone = generate(own, TOKENS, **settings).tokens
-    for method, options in {"jacobi": {"block_size": 9}, "suffix": {"block_size": 8}}.items():
+    methods: dict[str, dict[str, Any]] = {"jacobi": {"block_size": 9}, "suffix": {"block_size": 8}}
+    for method, options in methods.items():
         for page_size in (None, 16):
             assert torch.equal(generate(own, TOKENS, method, page_size=page_size, **options, **settings).tokens, alone)
     with pd.Engine(own, max_prompt_tokens=64, max_new_tokens=NEW) as engine:
@@ -75,8 +77,8 @@ def test_drafts_do_not_change_the_tokens(temperature: float, cache_dtype: Any, t
 def test_probabilities_are_those_of_capped_logits(tmp_path: Path) -> None:
     model = a_model()
     model.save_pretrained(tmp_path)
-    own = models.load(tmp_path, dtype=torch.float32)
-    found = generate(own, TOKENS, max_new_tokens=4, end_tokens=(), logprobs=0)
+    own: Any = models.load(tmp_path, dtype=torch.float32)
+    found: Any = generate(own, TOKENS, max_new_tokens=4, end_tokens=(), logprobs=0)
     text = torch.tensor([[*TOKENS, *found.tokens.tolist()]])
     exact = model(text).logits[0, len(TOKENS) - 1 : -1].log_softmax(-1)
     torch.testing.assert_close(
@@ -94,7 +96,7 @@ def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
     for name in ("rope_parameters", "layer_types", *CAPS):
         del fields[name]
     file.write_text(json.dumps({**fields, "rope_theta": 300.0, "hidden_act": "gelu_pytorch_tanh"}))
-    own = models.load(tmp_path, dtype=torch.float32)
+    own: Any = models.load(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(own(torch.tensor([TOKENS])), model(torch.tensor([TOKENS])).logits, rtol=1e-4, atol=1e-4)
     assert [window and window.size for window in own.config.windows] == [7, None, 7]
     assert (own.config.attention_softcap, own.config.logits_softcap) == (50.0, 30.0)
@@ -124,7 +126,9 @@ def test_a_gguf_file(stated: bool, tmp_path: Path) -> None:
     """As llama.cpp's converter writes it, 1 added to the weights of norms; without keys its loader has defaults."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
     files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf")
-    caps = {**CAPS, "sliding_window": 7} if stated else {"sliding_window": 4096, **dict(zip(CAPS, (50.0, 30.0)))}
+    caps: dict[str, Any] = (
+        {**CAPS, "sliding_window": 7} if stated else {"sliding_window": 4096, **dict(zip(CAPS, (50.0, 30.0)))}
+    )
     model = a_model(**caps, query_pre_attn_scalar=16)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")
     known = {
@@ -145,7 +149,7 @@ def test_a_gguf_file(stated: bool, tmp_path: Path) -> None:
     for step in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{step}_to_file")()
     writer.close()
-    loaded = models.load(tmp_path / "m.gguf")
+    loaded: Any = models.load(tmp_path / "m.gguf")
     torch.testing.assert_close(
         loaded(torch.tensor([TOKENS])), model(torch.tensor([TOKENS])).logits, rtol=1e-4, atol=1e-4
     )
@@ -156,7 +160,7 @@ def test_a_gguf_file(stated: bool, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_rows_are_not_computed_anew(tmp_path: Path) -> None:
     a_model().save_pretrained(tmp_path)
-    own = models.load(tmp_path)
+    own: Any = models.load(tmp_path)
     with pytest.raises(NotImplementedError, match="layers with sinks, with a cap"):
         own.recompute(torch.tensor([[1]]), own.new_cache(1, 4), torch.tensor([0]), visible=torch.tensor([1]))
 

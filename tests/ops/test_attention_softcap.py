@@ -28,7 +28,8 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: flo
     hidden = torch.zeros(1, 1, *mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     # Its softmax is in float32: the scores are scaled to be exact there all the same.
     heads_first = (x.double().transpose(1, 2) for x in (q, k, v))
-    return gemma2.eager_attention_forward(module, *heads_first, hidden, scaling=scale, softcap=cap)[0]
+    found: Tensor = gemma2.eager_attention_forward(module, *heads_first, hidden, scaling=scale, softcap=cap)[0]
+    return found
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,6 +56,11 @@ def test_forward(dtype: torch.dtype, heads: tuple[int, int], head_dim: int, cap:
     )
 
 
+def with_cap(*arguments: Any) -> tuple[Any, ...]:
+    """What the op that stores nothing takes."""
+    return SpeculativeArguments(*arguments, softcap=CAP)[:-2]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codes", [False, True])
 def test_on_a_cache(dtype: torch.dtype, codes: bool) -> None:
@@ -67,7 +73,7 @@ def test_on_a_cache(dtype: torch.dtype, codes: bool) -> None:
         cached, rows = ([pd.kv_quantize(x) for x in tensors] for tensors in (cached, rows))
     plan = masks.causal(new).plan(16, 16)
     lengths = torch.tensor([length])
-    whole = SpeculativeArguments(q, *rows, *cached, lengths, *plan.arguments, scale, softcap=CAP)[:-2]
+    whole = with_cap(q, *rows, *cached, lengths, *plan.arguments, scale)
     out, lse = torch.ops.pdkernels.speculative_attention(*whole)
     exact, same = (
         speculative_reference(
@@ -88,11 +94,11 @@ def test_on_a_cache(dtype: torch.dtype, codes: bool) -> None:
     table = torch.arange(11).flip(0)[None]
     pages = [cache[0].unflatten(0, (11, 16)).flip(0) for cache in cached]
     for at in range(new):
-        row = [x[:, at : at + 1] for x in (q, *rows)]
+        own = [x[:, at : at + 1] for x in (q, *rows)]
         here = lengths + at
-        alone = SpeculativeArguments(*row, *cached, here, *one.arguments, scale, softcap=CAP)[:-2]
+        alone = with_cap(*own, *cached, here, *one.arguments, scale)
         assert torch.equal(torch.ops.pdkernels.speculative_attention(*alone)[0], out[:, at : at + 1])
-        paged = SpeculativeArguments(*row, *pages, here, *one.arguments, scale, table, softcap=CAP)[:-2]
+        paged = with_cap(*own, *pages, here, *one.arguments, scale, table)
         assert torch.equal(torch.ops.pdkernels.speculative_attention(*paged)[0], out[:, at : at + 1])
 
 

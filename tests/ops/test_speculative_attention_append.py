@@ -328,7 +328,8 @@ def test_opcheck(kernels: str, how: str, page_size: int) -> None:
     mask, device = masks.quadratic(4), on_device(kernels)[0]
     inputs, rows = make(mask.q_len, [70, 0, 21], how, page_size=page_size, dtype=torch.bfloat16)
     torch.library.opcheck(
-        APPEND, (*raw(inputs, mask, device), None, None, 0, None, *(None if x is None else x.to(device) for x in rows))
+        APPEND,
+        (*raw(inputs, mask, device), None, None, 0, None, 0.0, *(None if x is None else x.to(device) for x in rows)),
     )
 
 

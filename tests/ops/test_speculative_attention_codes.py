@@ -133,7 +133,7 @@ def test_rows_are_stored(level_ops: object, page_size: int) -> None:
     written, plan = inputs.map(copy_of), TAILS["quadratic"].plan(32, 48)
     parts = (*plan.arguments, inputs.q.shape[-1] ** -0.5)
     results = level_ops.speculative_attention_append_(
-        *written[:6], *parts, written.block_table, None, None, 0, None, *rows
+        *written[:6], *parts, written.block_table, None, None, 0, None, 0.0, *rows
     )
     assert all(torch.equal(a, b) for a, b in zip(results, on_level(level_ops, inputs, "quadratic")))
     assert_stored(written[3:5], inputs, rows)

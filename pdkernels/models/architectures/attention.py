@@ -304,7 +304,8 @@ def attend_stored(
         plan, table = visibility.mask, cache.table(layer)
         k_cache, v_cache = cache.k[layer], cache.v[layer]
         options: dict[str, Any] = {"starts": starts, "block_table": table, "sinks": sinks, "softcap": softcap}
-        return speculative_attention(q, k, v, k_cache, v_cache, cache.lengths, plan, **options)
+        mixed: torch.Tensor = speculative_attention(q, k, v, k_cache, v_cache, cache.lengths, plan, **options)
+        return mixed
     # The new K and V come from the forward: the cache may not store all of them.
     prefix = cache.layer(layer, visibility.prefix)
     keys, values = (torch.cat([old, new], 1).to(q.dtype) for old, new in zip(prefix, (k, v)))

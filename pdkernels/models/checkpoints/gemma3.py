@@ -88,7 +88,7 @@ def sizes_of(fields: Fields) -> dict[str, Any]:
     }
 
 
-def caps_of(fields: Fields, attention: float | None = None, logits: float | None = None) -> dict[str, float | None]:
+def caps_of(fields: Fields, attention: float | None = None, logits: float | None = None) -> dict[str, Any]:
     """The caps of scores and of logits; null is none."""
     given = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
     caps = [
