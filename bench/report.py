@@ -33,6 +33,7 @@ from bench import (
     schema_fuzz,
     server_load,
     server_soak,
+    windows,
 )
 from bench.gpu_report import table
 from bench.peers_report import PEERS_SUMMARY, peers
@@ -410,6 +411,9 @@ TABLES = {
     "diffusion-step": lambda rows: of_file(diffusion_step.RESULTS, diffusion_step.steps_table),
     "diffusion-parts": lambda rows: of_file(diffusion_step.RESULTS, diffusion_step.parts_table),
     "diffusion-methods": lambda rows: of_file(diffusion_step.RESULTS, diffusion_step.methods_table),
+    "windows alone": lambda rows: of_file(windows.RESULTS, windows.alone_table),
+    "windows engine": lambda rows: of_file(windows.RESULTS, windows.engine_table),
+    "windows steps": lambda rows: of_file(windows.RESULTS, windows.steps_table),
     "adapters": lambda rows: of_file(bench_adapters.RESULTS, bench_adapters.table_of),
     "same tokens": lambda rows: of_file(same_tokens.RESULTS, same_tokens.same_tokens),
     "long drafts": lambda rows: of_file(long_drafts.RESULT, long_drafts.markdown),

@@ -13,14 +13,16 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "aliasing.h"
 
 namespace pdkernels::bindings {
 
-// A tensor that its op writes, and one that may be absent.
+// A tensor that its op writes, one that may be absent, and several.
 struct Written : torch::stable::Tensor {};
 struct OptionalWritten : std::optional<torch::stable::Tensor> {};
+struct WrittenList : std::vector<torch::stable::Tensor> {};
 
 template <class T>
 struct Fields;
@@ -43,12 +45,15 @@ template <class T>
   requires(!Structure<T>)
 struct Fields<T> {
   static constexpr uint64_t kCount = 1;
-  static constexpr bool kWrites = std::is_same_v<T, Written> || std::is_same_v<T, OptionalWritten>;
+  static constexpr bool kWrites =
+      std::is_same_v<T, Written> || std::is_same_v<T, OptionalWritten> || std::is_same_v<T, WrittenList>;
 
   template <class>
   static T read(StableIValue*& stack) {
     if constexpr (std::is_same_v<T, Written>) {
       return {torch::stable::detail::to<torch::stable::Tensor>(*stack++)};
+    } else if constexpr (std::is_same_v<T, WrittenList>) {
+      return {torch::stable::detail::to<std::vector<torch::stable::Tensor>>(*stack++)};
     } else if constexpr (kWrites) {
       return {torch::stable::detail::to<std::optional<torch::stable::Tensor>>(*stack++)};
     } else {
@@ -64,6 +69,8 @@ void for_arguments(const T& value, const Visit& visit) {
     std::apply([&](const auto&... field) { (for_arguments(field, visit), ...); }, value.fields());
   } else if constexpr (std::is_same_v<T, Written>) {
     visit.template operator()<true>(static_cast<const torch::stable::Tensor&>(value));
+  } else if constexpr (std::is_same_v<T, WrittenList>) {
+    visit.template operator()<true>(static_cast<const std::vector<torch::stable::Tensor>&>(value));
   } else if constexpr (Fields<T>::kWrites) {
     visit.template operator()<true>(static_cast<const std::optional<torch::stable::Tensor>&>(value));
   } else {

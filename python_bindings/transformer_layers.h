@@ -18,10 +18,13 @@ struct LayersInputs {
   Tensor x;            // (batch, rows) ids, or (batch, rows, width)
   int64_t first, end;  // layers
   bool with_logits;
-  Written k_cache, v_cache;  // of all layers
+  Written k_cache, v_cache;  // of all layers, or of the first group of them
   Tensor lengths;
   OptionalTensor counts, cu_seqlens, block_table;  // with cu_seqlens x has one entry, the rows of all sequences
-  int64_t longest;                                 // most rows of a sequence, those of the plan
+  WrittenList more_k, more_v;                      // those of further groups, which have tables of their own
+  std::vector<Tensor> more_tables;
+  std::vector<int64_t> groups;  // of every layer of the model; empty: there is one
+  int64_t longest;              // most rows of a sequence, those of the plan
   Tensor cos, sin;
   OptionalTensor positions;            // absent: those after the cached rows
   std::vector<OptionalTensor> starts;  // of each layer, or none at all
@@ -29,7 +32,7 @@ struct LayersInputs {
   PlanInputs plan;
   auto fields() const {
     return std::tie(bound, x, first, end, with_logits, k_cache, v_cache, lengths, counts, cu_seqlens, block_table,
-                    longest, cos, sin, positions, starts, adapted, plan);
+                    more_k, more_v, more_tables, groups, longest, cos, sin, positions, starts, adapted, plan);
   }
 };
 
@@ -53,8 +56,9 @@ inline void unpack_attention(const LayersInputs& in, const BindInputs& bound, Tr
   attention.sinks = nullptr, attention.sinks_stride = 0;
   require_sizes(attention);
   unpack_plan(device, in.plan, attention);
-  unpack_prefix(device, dtype, torch::stable::select(in.k_cache, 0, in.first),
-                torch::stable::select(in.v_cache, 0, in.first), in.lengths, in.block_table, attention);
+  const int64_t layer = in.groups.empty() ? in.first : 0;
+  unpack_prefix(device, dtype, torch::stable::select(in.k_cache, 0, layer), torch::stable::select(in.v_cache, 0, layer),
+                in.lengths, in.block_table, attention);
   attention.op = "speculative_attention_append_", attention.append_rows = attention.q_len;
   attention.counts = index_view(device, in.counts, 1, attention.batch);
   args.k_cache_stride = in.k_cache.stride(0) * static_cast<int64_t>(in.k_cache.element_size());
@@ -74,11 +78,39 @@ inline std::vector<IndexView> unpack_starts(const LayersInputs& in, const Specul
   return starts;
 }
 
+// Where each layer's keys and values are, if there are several groups.
+inline std::vector<LayerCache> unpack_caches(const LayersInputs& in, ScalarType dtype, int64_t layers,
+                                             const SpeculativeArgs& attention) {
+  std::vector<LayerCache> caches;
+  if (in.groups.empty()) return caches;
+  const int64_t more = static_cast<int64_t>(in.more_k.size());
+  PDK_CHECK(static_cast<int64_t>(in.groups.size()) == layers && more == static_cast<int64_t>(in.more_v.size()) &&
+            more == static_cast<int64_t>(in.more_tables.size()));
+  std::vector<int64_t> places(more + 1, 0);
+  for (int64_t layer = 0; layer < in.end; ++layer) {
+    const int64_t group = in.groups[layer];
+    PDK_CHECK(group >= 0 && group <= more);
+    const int64_t place = places[group]++;
+    if (layer < in.first) continue;
+    const Tensor& k = group == 0 ? static_cast<const Tensor&>(in.k_cache) : in.more_k[group - 1];
+    const Tensor& v = group == 0 ? static_cast<const Tensor&>(in.v_cache) : in.more_v[group - 1];
+    PDK_CHECK(k.dim() == 5 && v.dim() == 5 && place < k.size(0) && place < v.size(0));
+    PDK_CHECK(k.scalar_type() == in.k_cache.scalar_type());
+    SpeculativeArgs args = attention;
+    unpack_prefix(SameDevice(in.lengths), dtype, torch::stable::select(k, 0, place), torch::stable::select(v, 0, place),
+                  in.lengths, group == 0 ? in.block_table : OptionalTensor(in.more_tables[group - 1]), args);
+    PDK_CHECK(args.pages.capacity() == attention.pages.capacity() && args.splits == attention.splits);
+    caches.push_back({args.k_cache, args.v_cache, args.pages});
+  }
+  return caches;
+}
+
 // The arguments of the kernel, and what they point to.
 struct PreparedLayers {
   std::shared_ptr<const TransformerArgs> parameters;
   TorchRouterFunctions functions;
   std::vector<IndexView> starts;
+  std::vector<LayerCache> caches;
   std::vector<LoraGroup> lora;
   Tensor out, logits, memory;
   TransformerLayersArgs args;
@@ -92,7 +124,7 @@ struct PreparedLayers {
     const BindInputs& given = bound.inputs();
     const SameDevice device(given.norm);
     PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5 && in.lengths.dim() == 1 && in.x.numel() > 0);
-    PDK_CHECK(in.k_cache.size(0) == given.layers && in.v_cache.size(0) == given.layers);
+    PDK_CHECK(!in.groups.empty() || (in.k_cache.size(0) == given.layers && in.v_cache.size(0) == given.layers));
     PDK_CHECK(in.first >= 0 && in.first < in.end && in.end <= given.layers);
     args.layers = parameters->layers.data() + in.first, args.layer_count = in.end - in.first;
     args.width = given.norm.size(0), args.eps = static_cast<float>(given.eps), args.norm = parameters->norm;
@@ -110,6 +142,8 @@ struct PreparedLayers {
     PDK_CHECK(in.starts.empty() || static_cast<int64_t>(in.starts.size()) == args.layer_count);
     starts = unpack_starts(in, args.attention);
     args.starts = starts.empty() ? nullptr : starts.data();
+    caches = unpack_caches(in, given.norm.scalar_type(), given.layers, args.attention);
+    args.caches = caches.empty() ? nullptr : caches.data();
     lora = unpack_lora(in.adapted, given.layers, in.first, entries * rows, args.lora_sizes);
     args.lora = lora.data(), args.lora_count = static_cast<int64_t>(lora.size());
     out = torch::stable::new_empty(given.norm, {entries, rows, args.width});

@@ -1,5 +1,5 @@
 // The layers of a transformer on the CPU, one after the other. The kernels of other ops compute; those that check
-// values do so in the first layer, before anything is written.
+// values do so in the first layer of each page table, before anything else is written there.
 #include "ops/transformer_layers.h"
 
 #include <cstring>
@@ -188,8 +188,13 @@ class Layers {
   void attend(int64_t number) const {
     SpeculativeArgs args = attention_;
     if (args_.starts != nullptr) args.starts = args_.starts[number];
-    args.k_cache.data = static_cast<char*>(args.k_cache.data) + number * args_.k_cache_stride;
-    args.v_cache.data = static_cast<char*>(args.v_cache.data) + number * args_.v_cache_stride;
+    if (args_.caches != nullptr) {
+      args.k_cache = args_.caches[number].k, args.v_cache = args_.caches[number].v;
+      args.pages = args_.caches[number].pages;
+    } else {
+      args.k_cache.data = static_cast<char*>(args.k_cache.data) + number * args_.k_cache_stride;
+      args.v_cache.data = static_cast<char*>(args.v_cache.data) + number * args_.v_cache_stride;
+    }
     speculative_attention(args);
   }
 

@@ -53,6 +53,12 @@ struct LayerArgs {
   const MixtureMlp* mixture() const { return std::get_if<MixtureMlp>(&mlp); }
 };
 
+// Where a layer's keys and values are, if layers have several page tables.
+struct LayerCache {
+  HeadsView k, v;
+  PageMap pages;
+};
+
 struct TransformerLayersArgs {
   const LayerArgs* layers;
   int64_t layer_count;
@@ -68,7 +74,8 @@ struct TransformerLayersArgs {
   // What layers have in common: sizes, plan, lengths, and the caches of the first; from each to the next, in bytes.
   SpeculativeArgs attention;
   int64_t k_cache_stride, v_cache_stride;
-  ApplyRopeArgs rope;  // tables and positions; without these, rows follow the cached ones
+  const LayerCache* caches = nullptr;  // of each layer, in place of these strides
+  ApplyRopeArgs rope;                  // tables and positions; without these, rows follow the cached ones
   RouterFunctions* router_functions;
   const LoraGroup* lora = nullptr;  // rows with adapters of their own, each in one group
   int64_t lora_count = 0;

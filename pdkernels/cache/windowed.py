@@ -163,6 +163,10 @@ class WindowedCache(AdaptedSequences):
             assert group is not None
             self._groups.append((group, seen[window]))
             seen[window] += 1
+        self.parts = list(dict.fromkeys(group for group, _ in self._groups))
+        """The caches of layers with the same table, in the order of their first layers."""
+        self.part_of = [self.parts.index(group) for group, _ in self._groups]
+        """The number of each layer's."""
         alone = self._groups[0][0] if len(seen) == 1 else None
         # One tensor, if all layers are in one: the op of all layers takes no others.
         self.k: Any = alone.k if alone else [group.k[place] for group, place in self._groups]

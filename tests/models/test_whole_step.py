@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdkernels import _native, backends
+from pdkernels.cache import WindowedCache
 from pdkernels.decoding import generate
 from pdkernels.masks import TilePlan
 from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling
@@ -592,3 +593,46 @@ def test_a_model_of_two_dtypes_is_refused_by_its_layers() -> None:
 def test_a_copied_model() -> None:
     model = a_model(CONFIG, torch.float32)
     assert torch.equal(decode(copy.deepcopy(model)), decode(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("windows", [(7, None, 20, 7), (None, 7, 7, None), (16, 3, 3, 16)], ids=str)
+def test_layers_with_several_page_tables(
+    windows: tuple[int | None, ...], pooled: bool, dtype: torch.dtype, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that outgrow their windows, drafts of which a part stays, and taps between layers of different groups."""
+    sizes: dict[str, Any] = {"layers": 4, "windows": tuple(size and Window(size) for size in windows)}
+    model = Transformer(replace(CONFIG, **sizes)).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    model = model.to(torch.float32 if dtype == torch.int8 else dtype)
+    tokens = torch.randint(CONFIG.vocab_size, (2, 250), generator=torch.Generator().manual_seed(1))
+
+    def call() -> list[torch.Tensor]:
+        named: dict[str, Any] = {"dtype": dtype} if dtype == torch.int8 else {}
+        if pooled:
+            each = {size: 80 for size in windows if size is not None}
+            monkeypatch.setattr(model, "cache_dtype", dtype if named else None)
+            cache = model.new_cache(2, 288, pool=model.new_pool(80, 8, window_pages=each))
+        else:
+            cache = model.new_cache(2, 288, kind="paged", page_size=8, drafts=6, **named)
+            cache.reserve_([288, 288])
+        assert isinstance(cache, WindowedCache) and len(cache.parts) == len(set(windows))
+        found, at = [], 0
+        for count in (180, 5, 1, 6, 1, 5, 1):
+            for row in range(2 if pooled else 0):
+                cache.resize_row_(row, at + count)
+                cache.slide_(row, at, at + count)
+            rows, kept = tokens[:, at : at + count], count if count > 6 else (count + 1) // 2
+            found.append(model(rows, cache=cache))
+            found.extend(x.contiguous() for x in model.tapped(rows, [1, 3], cache=cache))
+            cache.commit_(torch.full((2,), kept))
+            at += kept
+        return found
+
+    found = both(monkeypatch, call)
+    assert len(runs) == 7 * 4  # a forward, and three parts of another
+    assert len(found) == 7 * 3

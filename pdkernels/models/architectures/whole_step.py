@@ -23,7 +23,7 @@ from pdkernels._host import dictionary_versions, unchanged
 from pdkernels._structures import flat
 from pdkernels._validation import refuse
 from pdkernels.backends import resolve
-from pdkernels.cache import Cache
+from pdkernels.cache import Cache, WindowedCache
 from pdkernels.masks import TilePlan
 from pdkernels.models.architectures import fused
 from pdkernels.models.architectures.attention import NewRows, check_mask, plan_of
@@ -131,6 +131,12 @@ class LayersArguments(NamedTuple):
     counts: Tensor | None
     cu_seqlens: Tensor | None
     block_table: Tensor | None
+    more_k: list[Tensor]
+    """Of further groups of layers, which have tables of their own; then those before are the first group's."""
+    more_v: list[Tensor]
+    more_tables: list[Tensor]
+    groups: list[int]
+    """That of each layer; empty: there is one."""
     longest: int
     cos: Tensor
     sin: Tensor
@@ -142,9 +148,10 @@ class LayersArguments(NamedTuple):
     plan: PlanArguments
 
 
+_WRITTEN = ["k_cache", "v_cache", "more_k", "more_v"]
 # Not among the public ops: they serve the models alone, have no other device, and their reference is `Layer`.
 LIBRARY.define(f"{BIND}({schema_of(BindArguments)}) -> Tensor bound")
-LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=['k_cache', 'v_cache'])}) -> (Tensor hidden, Tensor logits)")
+LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=_WRITTEN)}) -> (Tensor hidden, Tensor logits)")
 _bind = getattr(getattr(torch.ops, NAMESPACE), BIND).default
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
@@ -305,14 +312,24 @@ def _results(
         return None
     try:
         adapted = AdaptedArguments([], None, []) if lora is None else lora.arguments(model.norm)
+        k, v, table, more_k, more_v, more_tables, groups = _caches(cache)
         arguments = LayersArguments(
-            bound, x, *parts, cache.k, cache.v, cache.lengths, *rows, cache.block_table, plan.q_len,
+            bound, x, *parts, k, v, cache.lengths, *rows, table, more_k, more_v, more_tables, groups, plan.q_len,
             rotation.cos, rotation.sin, rotation.positions, starts, adapted, plan.arguments,
         )  # fmt: skip
         results: tuple[Tensor, Tensor] = run_counted(_run, (*arguments[:-2], *adapted, *plan.arguments), _WRITES)
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return results
+
+
+def _caches(cache: Any) -> tuple[Any, ...]:
+    """K, V and page table of all layers, or of the first group of them, and what the op takes of further groups."""
+    if type(cache.k) is Tensor:
+        return cache.k, cache.v, cache.block_table, [], [], [], []
+    first, *more = cache.parts
+    further = ([getattr(part, name) for part in more] for name in ("k", "v", "block_table"))
+    return first.k, first.v, first.block_table, *further, cache.part_of
 
 
 def serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:
@@ -323,5 +340,5 @@ def serves(x: Tensor, cache: Cache, rotation: Rotation) -> bool:
         return False
     if type(x) is not Tensor or x.device.type != "cpu" or rotation.query_scale is not None:
         return False
-    fits = type(cache.k) is type(cache.v) is Tensor
+    fits = type(cache.k) is type(cache.v) is Tensor or isinstance(cache, WindowedCache)
     return fits and resolve("linear", "auto", x.device) == "native" and asked()
