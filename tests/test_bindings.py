@@ -69,8 +69,9 @@ KINDS = {"Tensor": "Tensor", "int64_t": "int", "double": "float", "bool": "bool"
 
 def kind_of(declared: str) -> str:
     """A C++ type as a schema prints it."""
-    if declared in ("Written", "OptionalWritten"):
-        return "Tensor!" if declared == "Written" else "Optional[Tensor]!"
+    written = {"Written": "Tensor!", "OptionalWritten": "Optional[Tensor]!", "WrittenList": "List[Tensor]!"}
+    if declared in written:
+        return written[declared]
     if inner := re.fullmatch(r"std::vector<(.+)>", declared):
         return f"List[{kind_of(inner[1])}]"
     if inner := re.fullmatch(r"std::optional<(.+)>|Optional(Tensor)", declared):

@@ -87,6 +87,20 @@ def test_probabilities_are_those_of_capped_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_statistics_are_those_of_capped_logits(tmp_path: Path) -> None:
+    """Probabilities, draws, and the second best of each row, which decoders read without logits."""
+    model = a_model()
+    model.save_pretrained(tmp_path)
+    own: Any = models.load(tmp_path, dtype=torch.float32)
+    logits, hidden = model(torch.tensor([TOKENS])).logits, own.hidden(torch.tensor([TOKENS]))
+    found = own.statistics(hidden, top_k=2)
+    exact = logits.softmax(-1).topk(2)
+    torch.testing.assert_close(found.top_probs, exact.values, rtol=1e-4, atol=1e-5)
+    assert torch.equal(found.top_ids.long(), exact.indices)
+    torch.testing.assert_close(found.logsumexp.float(), logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
     """The published ones: a base outside of any rule, every second layer, caps by default."""
     model = a_model(rope_parameters={"rope_type": "default", "rope_theta": 300.0}, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)  # fmt: skip
