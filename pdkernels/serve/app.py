@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import html
 import json
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from pdkernels._validation import sentence
@@ -22,7 +20,7 @@ try:
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.middleware.cors import CORSMiddleware
-    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
     from pydantic import ValidationError
     from starlette.exceptions import HTTPException
 except ModuleNotFoundError as missing:
@@ -40,6 +38,7 @@ from pdkernels.serve.gate import Gate, log_failure
 from pdkernels.serve.messages_api import add_messages
 from pdkernels.serve.metrics import prometheus
 from pdkernels.serve.options import MethodSettings, placed
+from pdkernels.serve.replays import filling, replay_page
 from pdkernels.serve.responses import add_responses
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest, Settings
 from pdkernels.serve.service import POLL, Service
@@ -223,9 +222,12 @@ def create_app(
             ids = tokenizer.encode_chat(asked) if body.chat else tokenizer.encode(body.prompt)
             settings = front.settings.options_of(found, body.options)
             most = front.limit("text", len(ids), body.max_tokens)
+            settings["provisional"] = body.stream and getattr(found.steps, "shows_provisional", False)
             return engine.submit(ids, found, max_new_tokens=most, trace=True, timeout=bounds.seconds, **settings)
 
         handle = await in_thread(submit)
+        if body.stream:
+            return StreamingResponse(filling(handle, engine.model.tokenizer), media_type="application/x-ndjson")
         try:
             while not handle.done:
                 await asyncio.sleep(POLL / 5)
@@ -233,10 +235,7 @@ def create_app(
                     return Response(status_code=499)
         finally:
             handle.cancel()
-        with tempfile.TemporaryDirectory() as folder:
-            page = Path(folder) / "replay.html"
-            handle.result().save_html(page)
-            return HTMLResponse(page.read_text())
+        return HTMLResponse(replay_page(handle.result()))
 
     @app.api_route("/", methods=["GET", "HEAD"])
     async def page() -> Response:

@@ -239,3 +239,4 @@ class ReplayRequest(Strict):
     method: str | None = None
     options: dict[str, Any] | None = None
     max_tokens: Annotated[int, Field(ge=1)] = 64
+    stream: bool = False

@@ -107,6 +107,11 @@ def test_other_routes(app_client: Any) -> None:
     assert (facts["most"], facts["chat"], facts["key"]) == (64, False, False) and "{{" not in shown
     page = app_client.post("/replay", json={"prompt": "import os", "method": "jacobi", "max_tokens": 6})
     assert page.status_code == 200 and page.text.startswith("<!doctype html>")
+    asked = {"prompt": "import os", "method": "jacobi", "max_tokens": 6, "stream": True}
+    lines = [json.loads(line) for line in app_client.post("/replay", json=asked).text.splitlines()]
+    plain = {"model": "tiny", "prompt": "import os", "method": "jacobi", "max_tokens": 6, "temperature": 0}
+    expected = app_client.post("/v1/completions", json=plain).json()["choices"][0]["text"]
+    assert lines[-1]["page"].startswith("<!doctype html>") and lines[-2] == {"text": expected, "after": []}
     long = app_client.post("/replay", json={"prompt": "x" * 449, "max_tokens": 6})
     assert long.status_code == 400 and "the prompt has 449 tokens" in long.json()["error"]["message"]
     chat = app_client.post("/replay", json={"prompt": "import os", "chat": True})

@@ -224,6 +224,19 @@ def test_a_field_of_a_request_wins_over_the_servers_options(serve: Any) -> None:
     assert text(extra_body={"method": "jacobi"}) == other
 
 
+def test_the_page_is_told_what_a_canvas_holds_while_it_fills(serve: Any) -> None:
+    model, prompt = pd.models.load("tiny-masked"), "482 + 967 = ?"
+    expected = generate(model, prompt, "llada", max_new_tokens=12).text
+    address, _ = serve(model=model, method="llada")
+    answer = httpx.post(f"{address}/replay", json={"prompt": prompt, "max_tokens": 12, "stream": True}, timeout=60)
+    *shown, last = [json.loads(line) for line in answer.text.splitlines()]
+    assert last["page"].startswith("<!doctype html>") and shown[-1] == {"text": expected, "after": []}
+    # A character is a token here, so what stands at a position is what comes there, or nothing.
+    texts = [new["text"] + "".join("\0" if one is None else one for one in new["after"]) for new in shown]
+    assert all(one in ("\0", final) for text in texts for one, final in zip(text, expected, strict=False))
+    assert any("\0" in text.rstrip("\0") for text in texts)
+
+
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 def test_provisional_text_of_a_method_that_fills_positions_in_any_order(serve: Any, chat: bool) -> None:
     model = pd.models.load("tiny-masked")
