@@ -18,7 +18,7 @@ struct DraftRow {
 // Rows follow what differs from the row before them, and those of one mask copy it.
 template <typename Automaton>
 void draft_masks(Automaton& automaton, int32_t start, const std::vector<DraftRow>& rows, int32_t* bits) {
-  std::vector<int32_t> states{start};                             // after each of the last row's tokens
+  std::vector<int32_t> states{start};                           // after each of the last row's tokens
   std::vector<std::tuple<int32_t, int64_t, int32_t*>> written;  // state, budget, where
   const std::vector<int64_t>* before = nullptr;
   for (const DraftRow& row : rows) {
