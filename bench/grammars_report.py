@@ -25,9 +25,15 @@ def masks(path: Path) -> str:
     return _masks(found) if "masks" in found else "not measured"
 
 
+def canvases(path: Path) -> str:
+    """Times of canvases under recursive grammars."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return _canvases(found) if "canvases" in found else "not measured"
+
+
 def tables(found: dict[str, Any]) -> str:
     """All, as far as they were measured."""
-    parts = ("proof", _proof), ("cost", _cost), ("masks", _masks)
+    parts = ("proof", _proof), ("cost", _cost), ("masks", _masks), ("canvases", _canvases)
     return "\n\n".join(make(found) for name, make in parts if name in found)
 
 
@@ -48,6 +54,26 @@ def _masks(found: dict[str, Any]) -> str:
     ]
     machine = found["masks_machine"]
     return f"{table(head, lines)}\n\n{machine['device']}, one thread, 131,072 tokens"
+
+
+def _canvases(found: dict[str, Any]) -> str:
+    shares = {"all masked": "1", "three quarters": "0.75", "half": "0.5", "a tenth": "0.1"}
+    lines = []
+    for row in found["canvases"]:
+        times = [row[f"masked_{share}_ms"] for share in shares.values()]
+        cells = [f"{times[0]:.1f}", f"{times[0] / row['forward_ms']:.1%}", *(f"{one:.1f}" for one in times[1:])]
+        lines.append(
+            [
+                row["grammar"],
+                f"{row['ready_ms']:,.0f}",
+                *cells,
+                f"{row['completable_ms']:.1f}",
+                f"{row['forward_ms']:,.0f}",
+            ]
+        )
+    masked, *others = shares
+    head = ["grammar", "ready, ms", f"{masked}, ms", "of the forward", *(f"{one}, ms" for one in others), "completable or not, ms", "a forward, ms"]  # fmt: skip
+    return f"{table(head, lines)}\n\n{found['canvases_machine']['device']}, one thread"
 
 
 def _proof(found: dict[str, Any]) -> str:

@@ -421,6 +421,7 @@ TABLES = {
     "recurrent state": lambda rows: of_file(bench_recurrent_state.RESULT, bench_recurrent_state.markdown),
     "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),
     "grammars cost": lambda rows: grammars_report.cost(GRAMMARS),
+    "grammars canvases": lambda rows: grammars_report.canvases(GRAMMARS),
     "grammars masks": lambda rows: grammars_report.masks(GRAMMARS),
     "maskbench": lambda rows: maskbench.counts(),
     "schema fuzz": lambda rows: schema_fuzz.counts(),
