@@ -200,6 +200,15 @@ class MethodBatch:
             for row, request in self.running.items():
                 batch.staging.slide(cache, row, request.session, lengths[row], lengths[row])
 
+    def _restore(self, request: Request, memory: Memory, budget: int, metrics: EngineMetrics) -> int:
+        """Copies pages of a request's text that have been read from a folder; returns the tokens of this turn if there
+        are more to come, else 0."""
+        if not request.stored:
+            return 0
+        restored, request.stored = memory.restore(request.session, request.stored, budget)
+        metrics.restored_tokens += restored
+        return restored if request.stored else 0
+
     def _begin(self, request: Request, memory: Memory, metrics: EngineMetrics) -> bool:
         """Finds what is known of a request's text, and pages for the rest of it; whether there are enough."""
         assert self.batch is not None
@@ -208,8 +217,6 @@ class MethodBatch:
         staging.adapt(request.session)
         if staging.pool is not None:
             pages = memory.pages
-            metrics.restored_tokens += memory.restore(request.session, request.stored)
-            request.stored = []
             prefix = (
                 pages.find(memory.root(request.session), text if request.preempted else text[:-1])
                 if staging.in_pieces or request.preempted
@@ -295,6 +302,8 @@ class MethodBatch:
                 return 0
             self._stops = []
             try:
+                if restored := self._restore(self.waiting[0], memory, budget, metrics):
+                    return restored
                 if not self._begin(self.waiting[0], memory, metrics):
                     return 0
             except BaseException as error:

@@ -99,14 +99,18 @@ class Memory:
         start = sum(len(page.tokens) for page in tree.whole(root, text))
         return self.folder.prepare(root, text, start, tree.state_rows > 0)
 
-    def restore(self, session: Session, pieces: list[Piece]) -> int:
-        """Takes over what `prepare` has read, and returns its tokens."""
+    def restore(self, session: Session, pieces: list[Piece], most: int) -> tuple[int, list[Piece]]:
+        """Takes over what `prepare` has read, at most `most` tokens, but a page in any case: the copy holds up everybody.
+        Returns its tokens, and the pieces that are left."""
         if self.folder is None or not pieces:
-            return 0
+            return 0, []
         root, text = self.root(session), session.prompts[0][:-1]
-        end = sum(len(page.tokens) for page in self.pages.whole(root, text))
-        loaded, windows, states = list[Rows](), list[Rows | None](), None
+        first = end = sum(len(page.tokens) for page in self.pages.whole(root, text))
+        loaded, windows, states, taken = list[Rows](), list[Rows | None](), None, 0
         for piece in pieces:
+            if loaded and piece.end - first > most:
+                break
+            taken += 1
             names = piece.name, piece.of_states, piece.of_windows
             rows, of_states, of_windows = (self.folder.take(name) for name in names)
             if piece.start == end and rows is not None:
@@ -115,7 +119,8 @@ class Memory:
                 end = piece.end
             if of_states is not None:
                 states = piece.end, states_of_rows(of_states)
-        return self.pages.restore(root, text, loaded, states, windows) if loaded else 0
+        restored = self.pages.restore(root, text, loaded, states, windows) if loaded else 0
+        return restored, pieces[taken:] if restored else []
 
     def write(self, session: Session, text: list[int]) -> None:
         """Has a text that is kept written to the folder, some time later."""

@@ -282,3 +282,37 @@ def test_two_processes_have_one_folder(tmp_path: Path, caplog: pytest.LogCapture
     assert other.returncode == 0 and other.stderr is not None and b"ignored" not in other.stderr.read()
     assert not caplog.records and restored > 0
     assert all(path.suffix == ".safetensors" for path in files(tmp_path))
+
+
+def test_a_prompt_is_restored_between_the_steps_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the order of events: no turn copies more than a turn may run, and others get tokens in between."""
+    model, text, restore, events = pd.models.load("tiny-code"), drawn(0, 300), PrefixTree.restore, list[Any]()
+
+    def watched(*arguments: Any, **more: Any) -> int:
+        tokens = restore(*arguments, **more)
+        events.append(tokens)
+        return tokens
+
+    with engine(model, tmp_path) as one:
+        asked(one, text)
+    monkeypatch.setattr(PrefixTree, "restore", watched)
+    with engine(model, tmp_path) as one:
+        begun, waits = threading.Event(), threading.Event()
+
+        def told(*_: Any) -> None:
+            events.append("token")
+            begun.set()
+            waits.wait(60)
+
+        running = one.submit([1, 2, 3], max_new_tokens=30, end_tokens=(), on_tokens=told)
+        assert begun.wait(60)
+        events.clear()
+        handle = one.submit(text, **NEW)
+        waits.set()
+        found = handle.result(60)
+        running.result(60)
+        assert handle.reused == one.metrics().restored_tokens == 296
+    copies = [at for at, event in enumerate(events) if event != "token"]
+    assert [events[at] for at in copies] == [64, 64, 64, 64, 40]
+    assert all("token" in events[earlier:later] for earlier, later in zip(copies, copies[1:]))
+    assert found.tokens.equal(generate(model, text, **NEW).tokens)
