@@ -308,7 +308,7 @@ class BuildNative(build_ext):
         modules = []
         for number, (suffix, headers) in enumerate(host_pythons().items()):
             rule = f"cxx_host{number or ''}"
-            ninja.compiler(rule, *cxx, *flags, "-O3", "-isystem", pybind11.get_include(), "-isystem", headers)
+            ninja.compiler(rule, *cxx, *flags, "-O2", "-isystem", pybind11.get_include(), "-isystem", headers)
             unit = ninja.build(f"host{number or ''}.o", rule, ROOT / "python_bindings/host.cpp")
             modules.append(ninja.build(f"_host{suffix}", "link_host", unit))
         return modules
