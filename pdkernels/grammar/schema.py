@@ -93,6 +93,7 @@ def _read(schema: Schema | str) -> Schema:
         except (ValueError, RecursionError) as error:
             raise ValueError(sentence(OP, f"the schema is not JSON: {error}")) from None
     check_type(isinstance(schema, (Mapping, bool)), OP, "schema", "be a dict", type(schema).__name__)
+    assert not isinstance(schema, str)
     check_values(schema)
     schema_text = json.dumps(schema) if isinstance(schema, Mapping) else ""
     if '"$id"' not in schema_text:
