@@ -74,6 +74,7 @@ def canvases() -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     model = pd.models.load("smollm2-135m-instruct")
     tokenizer, ends = model.tokenizer, tuple(model.end_tokens)
+    assert tokenizer is not None
     rows = torch.zeros(LENGTH, (model.config.vocab_size + 31) // 32, dtype=torch.int32)
 
     def forward() -> None:

@@ -85,7 +85,7 @@ def parsed_schema(
         raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
 
 
-def _read(schema: Schema | str) -> Schema:
+def _read(schema: Any) -> Schema:
     """The schema as JSON, checked."""
     if isinstance(schema, str):
         try:
@@ -96,10 +96,9 @@ def _read(schema: Schema | str) -> Schema:
     assert not isinstance(schema, str)
     check_values(schema)
     schema_text = json.dumps(schema) if isinstance(schema, Mapping) else ""
-    if '"$id"' not in schema_text:
-        return schema
-    parted: Schema = json.loads(schema_text)  # a part that is there twice may have two bases
-    return parted
+    # A part that is there twice may have two bases.
+    root: Schema = json.loads(schema_text) if '"$id"' in schema_text else schema
+    return root
 
 
 class _Compiler(Arrays, Objects):

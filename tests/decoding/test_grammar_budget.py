@@ -14,7 +14,9 @@ from pdkernels.decoding import Grammar
 from pdkernels.grammar import schema as schema_module
 from pdkernels.grammar import schema_parts
 from pdkernels.grammar.budget import Abandoned, bounded
+from pdkernels.grammar.language import one_of
 from pdkernels.grammar.recursion import cycles
+from pdkernels.grammar.schema_keywords import check_values
 from tests.support.grammar_texts import drawn
 
 INTEGER = {"type": "integer"}
@@ -215,10 +217,14 @@ def test_sizes_that_are_tried_share_what_they_read(monkeypatch: pytest.MonkeyPat
     seen = Counter[str]()
 
     def counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: seen.update([name]) or plain(*given)
+        def spy(*given: Any) -> Any:
+            seen[name] += 1
+            return plain(*given)
 
-    monkeypatch.setattr(schema_module, "check_values", counted("checks", schema_module.check_values))
-    monkeypatch.setattr(schema_parts, "one_of", counted("lists", schema_parts.one_of))
+        return spy
+
+    monkeypatch.setattr(schema_module, "check_values", counted("checks", check_values))
+    monkeypatch.setattr(schema_parts, "one_of", counted("lists", one_of))
     listed = {"enum": [f"value {n:03d}" for n in range(200)]}
     large = {"type": "string", "maxLength": 20_000}
     with bounded() as budget, pytest.warns(UserWarning, match="needs too many states"):

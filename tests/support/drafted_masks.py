@@ -17,11 +17,12 @@ def check_masks_of_a_draft(automaton: Any, vocabulary: int, draw: random.Random)
             paths.append([*draw.choice(paths), draw.randrange(vocabulary)])
         draw.shuffle(paths)
         rows = [(row, draw.choice([-1, 0, 1, 2, 3, 50, 51]), path) for row, path in enumerate(paths)]
-        bits = np.full((len(rows) + 1, 1), 77, dtype=np.int32)
+        bits: Any = np.full((len(rows) + 1, 1), 77, dtype=np.int32)
         automaton.masks(start, rows, bits)
         assert bits[-1, 0] == 77
         for row, budget, path in rows:
-            expected, state = np.full(1, 77, dtype=np.int32), automaton.follow(start, path)
+            expected: Any = np.full(1, 77, dtype=np.int32)
+            state = automaton.follow(start, path)
             if state >= 0:
                 automaton.mask(state, budget, expected)
             assert bits[row, 0] == expected[0], (path, budget)
