@@ -24,7 +24,7 @@ CLIENTS = 64
 SHORTEST, LONGEST = 50, 2000  # tokens of a prompt
 KINDS = {"greedy": 40, "sampled": 20, "lookup": 10, "schema": 10, "adapter": 10, "cancelled": 10}
 """Of 100 requests; "lookup" names another method where a server has some."""
-_WORDS = (
+WORDS = (
     "the of and a to in is you that it he was for on are as with his they I at be this have from or one had by word but not what all were "
     "we when your can said there use an each which she do how their if will up other about out many then them these so some her would make "
     "like him into time has look two more write go see number no way could people my than first water been call who oil its now find long"
@@ -53,7 +53,7 @@ def drawn(seed: int, rate: float, seconds: float) -> list[dict[str, Any]]:
     while (at := at + chance.expovariate(rate)) < seconds:
         kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
         words = round(SHORTEST * (LONGEST / SHORTEST) ** chance.random())
-        text = " ".join(chance.choices(_WORDS, k=max(1, words - 35)))  # a template and the question take about 35
+        text = " ".join(chance.choices(WORDS, k=max(1, words - 35)))  # a template and the question take about 35
         question = "Say what this is about, as JSON." if kind == "schema" else "Go on with this text."
         requests.append(
             {

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 import pdkernels as pd
-from pdkernels.decoding import generate
+from pdkernels.decoding import Grammar, generate
 
 PROMPTS = ["import os\n", "def f(x):\n    return", "class Node:", "x = [1, 2, 3]\nfor", "a", "print("]
 SETTINGS: list[dict[str, Any]] = [
@@ -28,6 +28,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.1, "seed": 4, "top_k": 5},
     {"temperature": 0.9, "seed": 5, "top_p": 0.8, "method": "jacobi"},
+    {"temperature": 0, "regex": "[a-z ]{8,20}"},
+    {"temperature": 1.0, "seed": 6, "regex": "[0-9]+(, [0-9]+)*"},
 ]
 LIMIT = 24
 
@@ -60,18 +62,19 @@ class Server:
     def held(self) -> tuple[float, int, int]:
         """Resident MB, open files, threads."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        resident = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
-        threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
-        return resident, len(os.listdir(f"/proc/{self.process.pid}/fd")), threads
+        resident, threads = (int(re.findall(rf"{name}:\s+(\d+)", status)[0]) for name in ("VmRSS", "Threads"))
+        return resident / 1024, len(os.listdir(f"/proc/{self.process.pid}/fd")), threads
 
 
-def expected() -> dict[tuple[str, int], str]:
+def expected() -> dict[tuple[str, int], Any]:
     """What each prompt gives alone, with each of the settings."""
     model = pd.models.load("tiny-code")
     texts = {}
     for prompt in PROMPTS:
         for number, settings in enumerate(SETTINGS):
-            options = {name: value for name, value in settings.items() if name != "method"}
+            options = {name: value for name, value in settings.items() if name not in ("method", "regex")}
+            if "regex" in settings:
+                options["grammar"] = Grammar.regex(settings["regex"])
             method = settings.get("method", "autoregressive")
             texts[prompt, number] = generate(model, prompt, method, max_new_tokens=LIMIT, **options).text
     return texts
@@ -196,5 +199,6 @@ def soak(log: Path, clients: int, seconds: float) -> dict[str, Any]:
     quarters = [seen[len(seen) * part // 4 : len(seen) * (part + 1) // 4] for part in range(4)]
     maxima = [[max(one[what] for one in quarter) for quarter in quarters] for what in range(3)]
     held = dict(zip(("resident_mb", "files", "threads"), maxima, strict=True))
+    series = [round(one[0], 1) for one in seen]
     facts = {"clients": clients, "seconds": seconds, "counts": asking.counts, "slowest": asking.slowest}
-    return {**facts, "counters": counters, "held": held}
+    return {**facts, "counters": counters, "held": held, "resident_mb": series}
