@@ -1,6 +1,7 @@
 """Replicas of the server on the machines of a Ray cluster, with autoscaling: `serve run examples.serve_on_ray:build model=tiny-code`.
 
-Needs ``pip install 'ray[serve]' '.[cli,gguf,serve]'``. Ray's proxy balances the load; an answer streams from its replica.
+Needs ``pip install 'ray[serve]' mmh3 '.[cli,gguf,serve]'``. Ray's proxy balances the load; an answer streams from its replica. Requests with
+the same header ``x-session-id`` go to the same replica, which has the K and V of their conversation; without it, to any.
 Alone, ``python examples/serve_on_ray.py tiny-code`` starts one machine's cluster, asks it something, and stops.
 """
 
@@ -11,12 +12,16 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 import pdkernels as pd
 from pdkernels.serve import create_app
 
 
 @serve.deployment(
+    request_router_config=RequestRouterConfig(
+        request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+    ),
     ray_actor_options={"num_cpus": 1},
     max_ongoing_requests=64,
     autoscaling_config={"min_replicas": 1, "max_replicas": 8, "target_ongoing_requests": 8},
