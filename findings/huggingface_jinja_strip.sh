@@ -34,7 +34,7 @@ found.forEach((text, i) => console.log(`${templates[i]}: jinja2 ${JSON.stringify
 const equal = found.filter((text, i) => text === rendered[i]).length;
 console.log(`${equal} of ${found.length} equal`);
 const expected = [
-  ["return 1", "    return 1", "abc", "yes", "2", "User"],
+  ["return 1", "    return 1\n", "abc", "yes", "2", "User"],
   ["return 1", "return 1\n", "xxabcxx", "no", "-1", "USER"],
 ];
 process.exit(JSON.stringify([rendered, found]) === JSON.stringify(expected) ? 0 : 1);
