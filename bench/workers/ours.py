@@ -104,7 +104,7 @@ class Ours(Engine):
 
     def other_cache(self, prompt: Tokens, new: int) -> tuple[float, Tokens]:
         run = self.pd.decoding.generate
-        options = {"max_new_tokens": new, "end_tokens": (), "page_size": 16}
+        options: dict[str, Any] = {"max_new_tokens": new, "end_tokens": (), "page_size": 16}
         took, found = self.timed(lambda: run(self.model, prompt, "autoregressive", **options))
         return took, found.tokens.tolist()
 
