@@ -283,9 +283,12 @@ def test_grammars_of_methods_that_fill_canvases(serve: Any, method: str) -> None
     schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    nested: dict[str, Any] = {**schema, "properties": {"sum": {"type": "integer"}, "more": {"$ref": "#"}}}
+    deep: Any = {"type": "json_schema", "json_schema": {"name": "nested", "schema": nested, "depth": "any"}}
     asked: list[tuple[Grammar, dict[str, Any]]] = [
         (Grammar.json_schema(schema, unknown="ignore"), {"response_format": form}),
         (Grammar.regex("[0-9]+(x|yz)"), {"extra_body": {"regex": "[0-9]+(x|yz)"}}),
+        (Grammar.json_schema(nested, depth=None), {"response_format": deep}),
     ]
     expected = [
         generate(model, f"<user>{prompt}", method, max_new_tokens=16, grammar=grammar).text for grammar, _ in asked
