@@ -36,6 +36,7 @@ from bench import (
     server_load,
     server_soak,
     windows,
+    speculation,
 )
 from bench.gpu_report import table
 from bench.peers_report import PEERS_SUMMARY, peers
@@ -417,6 +418,7 @@ TABLES = {
     "windows alone": lambda rows: of_file(windows.RESULTS, windows.alone_table),
     "windows engine": lambda rows: of_file(windows.RESULTS, windows.engine_table),
     "windows steps": lambda rows: of_file(windows.RESULTS, windows.steps_table),
+    "speculation": lambda rows: of_file(speculation.RESULTS, speculation.table_of),
     "adapters": lambda rows: of_file(bench_adapters.RESULTS, bench_adapters.table_of),
     "same tokens": lambda rows: of_file(same_tokens.RESULTS, same_tokens.same_tokens),
     "long drafts": lambda rows: of_file(long_drafts.RESULT, long_drafts.markdown),
