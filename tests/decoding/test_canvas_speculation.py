@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from copy import deepcopy
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -108,3 +111,45 @@ def test_states_are_the_most_likely_first() -> None:
 def test_what_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         generate(small_masked(0), [[1, 2]], "llada", max_new_tokens=4, **options)
+
+
+def test_the_law_is_that_of_the_sampler() -> None:
+    """Of three tokens at temperature 0.5, by enumeration: all masks are guessed, the surest guess stays, the others are
+    drawn anew. A state is met at the third step at the earliest."""
+    model, prompt, draws, cold = small(2, "own"), (3, 5), 3000, 0.5  # so that states are met
+
+    @cache
+    def law(text: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+        masks = [n for n, token in enumerate(text) if token == MASK]
+        if not masks:
+            return {text: 1.0}
+        logits = model(torch.tensor([[*prompt, *text]]))[0, len(prompt) :, :MASK].double()
+        chances, drawn = logits.softmax(-1).tolist(), (logits / cold).softmax(-1).tolist()
+        after = Counter[tuple[int, ...]]()
+        for guesses in product(range(MASK), repeat=len(masks)):
+            own = [chances[n][token] for n, token in zip(masks, guesses, strict=True)]
+            surest = max(range(len(masks)), key=lambda k: (own[k], -k))
+            after[(*text[: masks[surest]], guesses[surest], *text[masks[surest] + 1 :])] += math.prod(
+                drawn[n][token] for n, token in zip(masks, guesses, strict=True)
+            )
+        found = Counter[tuple[int, ...]]()
+        for state, weight in after.items():
+            for end, chance in law(state).items():
+                found[end] += weight * chance
+        return dict(found)
+
+    with torch.inference_mode():
+        expected = Counter[tuple[int, ...]]()
+        for text, chance in law((MASK,) * 3).items():
+            expected[text[1:]] += draws * chance  # the last two, of which the counts are not too small
+    options = {"max_new_tokens": 3, "temperature": cold, "seed": 9, "end_tokens": ()}
+    alone = [generate(model, prompt, "llada", speculate=9, **{**options, "seed": seed}) for seed in range(60)]
+    assert sum(one.stats.forwards for one in alone) < 3 * 60
+    result = generate(model, [prompt] * draws, "llada", speculate=9, **options)
+    found = Counter(tuple(row.tolist()[1:]) for row in result.tokens)
+    common = {text for text, count in expected.items() if count >= 5}
+    pairs = [(found[text], expected[text]) for text in common]
+    pairs.append((draws - sum(seen for seen, _ in pairs), draws - sum(wanted for _, wanted in pairs)))
+    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in pairs)
+    halves = torch.tensor([len(pairs) - 1, statistic], dtype=torch.float64) / 2
+    assert len(pairs) > 12 and torch.special.gammaincc(halves[0], halves[1]) > 1e-4
