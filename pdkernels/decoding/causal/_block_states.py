@@ -81,7 +81,7 @@ class BlockStates:
         for number, (text, tokens, scores, on) in enumerate(rows):
             if on:
                 left = [n for n in range(len(tokens)) if text[first + n] == mask]
-                order = sorted(left, key=lambda place: -scores[place])
+                order = [n for _, n in sorted((-scores[n], n) for n in left)]
                 self._expected[number] = [(first + n, tokens[n]) for n in order]
 
     def _drafts(self, number: int, text: tuple[int, ...], coming: Sequence[int]) -> list[tuple[int, ...]]:
