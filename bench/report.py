@@ -19,8 +19,8 @@ from bench import (
     bench_recurrent_state,
     cache_dtypes,
     cpu_engines_report,
-    diffusion_step,
     decoded_schemas,
+    diffusion_step,
     drafters_report,
     engine_drafts,
     engine_load,
@@ -35,8 +35,8 @@ from bench import (
     schema_fuzz,
     server_load,
     server_soak,
-    windows,
     speculation,
+    windows,
 )
 from bench.gpu_report import table
 from bench.peers_report import PEERS_SUMMARY, peers
