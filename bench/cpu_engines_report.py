@@ -62,7 +62,7 @@ def real_models(path: Path, drafts: Path) -> str:
         lines.append([name, f"`{command}`", *cells])
     per_forward = questions["tokens"] / questions["forwards"]
     note = f"With lookup, 50 questions about Python take {per_forward:.2f} tokens a forward, {100 * questions['equal'] // 50}% of them with the tokens of greedy decoding."
-    best = "Each peer has the fastest of its settings. " if found.get("settings") else ""
+    best = "Each engine has the fastest of its settings. " if found.get("settings") else ""
     return f"{table(head, lines)}\n\n{note} {best}{facts(found, '1')}"
 
 
@@ -112,7 +112,7 @@ class Cells:
 
     def legend(self) -> str:
         each = [f"{letter}: {engine}, {setting}" for (engine, setting), letter in self.letters.items()]
-        return f"The fastest of a peer's settings: {'; '.join(each)}. " if each else ""
+        return f"The fastest of an engine's settings: {'; '.join(each)}. " if each else ""
 
 
 def of_answer(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What peers may be told that changes their speed, and the instructions that all engines may use."""
+"""What engines may be told that changes their speed, and the instructions that all engines may use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pdkernels._host import cpu_isa
 
 FLASH = {"flash attention": {"flash_attention": True}, "no flash attention": {"flash_attention": False}}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "pdkernels": {"float32 caches": {}, "float16 caches": {"cache_dtype": "float16"}},
     "llama.cpp": FLASH,
     "ik_llama.cpp": {
         f"{name}{repacked}": {**setting, **packing}

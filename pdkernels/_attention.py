@@ -209,8 +209,7 @@ def check_input(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Call .c
 def check_halves(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Call .contiguous() on it.") -> None:
     """Dtype, device and memory of rows in 16 bits beside queries in 32."""
     if q.device.type == "cuda":
-        wanted = f"be {q.dtype} like q on a GPU"
-        raise TypeError(message(op, name, wanted, x.dtype, "Convert it with .to()."))
+        raise TypeError(message(op, name, f"be {q.dtype} like q on a GPU", x.dtype, "Convert it with .to()."))
     if x.dtype != torch.float16:
         raise TypeError(message(op, name, "be float16 like k_cache", x.dtype, "Convert it with .to()."))
     check_place(op, name, x, q, remedy)

@@ -18,6 +18,8 @@ class Ours(Engine):
         torch.inference_mode().__enter__()
         self.torch, self.pd = torch, pd
         options = {"packed": False, "dtype": torch.bfloat16} if spec.get("dtype") == "bf16" else {}
+        if (cache_dtype := self.setting.get("cache_dtype")) is not None:
+            options["cache_dtype"] = getattr(torch, cache_dtype)
         self.model = pd.models.load(spec["file"], **options)
         self.heads: dict[str, Any] = {}
 
@@ -27,7 +29,7 @@ class Ours(Engine):
         return f"{self.pd.__version__}, {processor()}"
 
     def choices(self, tokens: Tokens) -> Tokens:
-        rows = self.model.hidden(self.torch.tensor([tokens]))
+        rows = self.model.hidden(self.torch.tensor([tokens]), cache=self.model.new_cache(1, len(tokens)))
         found: Tokens = self.model.statistics(rows).ids[0].tolist()
         return found
 

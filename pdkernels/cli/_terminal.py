@@ -162,8 +162,8 @@ def load(
     """The model that the command line names, with its drafter, and its adapter under the name of the folder. `packed`
     and `cache_dtype` are for the model alone."""
     if cache_dtype is not None:
-        known = cache_dtype in _CACHE_DTYPES
-        check(known, command, "--cache-dtype", f"be {' or '.join(_CACHE_DTYPES)}", repr(cache_dtype[:40]))
+        names = " or ".join(_CACHE_DTYPES)
+        check(cache_dtype in _CACHE_DTYPES, command, "--cache-dtype", f"be {names}", repr(cache_dtype[:40]))
     placement = _asked(command, device, dtype)
     options = placement if packed is None else {**placement, "packed": packed}
     options = options if cache_dtype is None else {**options, "cache_dtype": _CACHE_DTYPES[cache_dtype]}

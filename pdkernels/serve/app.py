@@ -190,15 +190,15 @@ def create_app(
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described(model) for model in (name, *front.adapters)]}
 
-    @app.api_route("/v1/models/{wanted:path}", methods=["GET", "HEAD"])
-    async def one(wanted: str) -> dict[str, Any]:
-        front.check_model(wanted)
-        return described(wanted)
+    @app.api_route("/v1/models/{model:path}", methods=["GET", "HEAD"])
+    async def one(model: str) -> dict[str, Any]:
+        front.check_model(model)
+        return described(model)
 
-    @app.delete("/v1/models/{wanted:path}")
-    async def unload(wanted: str) -> dict[str, Any]:
-        await in_thread(lambda: front.unload(wanted))
-        return {"id": wanted, "object": "model", "deleted": True}
+    @app.delete("/v1/models/{model:path}")
+    async def unload(model: str) -> dict[str, Any]:
+        await in_thread(lambda: front.unload(model))
+        return {"id": model, "object": "model", "deleted": True}
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

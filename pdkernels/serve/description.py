@@ -40,8 +40,8 @@ def describe(app: FastAPI, names: Callable[[], list[str]]) -> None:
     def openapi() -> dict[str, Any]:
         with warnings.catch_warnings():  # of one function for GET and HEAD
             warnings.simplefilter("ignore", UserWarning)
-            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+            description = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = description.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):  # a body of another form has status 400 here
             schemas.pop(unused, None)
         schemas["Error"] = _ERROR
@@ -49,7 +49,7 @@ def describe(app: FastAPI, names: Callable[[], list[str]]) -> None:
             "description": "Refused",
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
         }
-        for path, operations in found["paths"].items():
+        for path, operations in description["paths"].items():
             for method, operation in operations.items():
                 operation["operationId"] = f"{method}{path}"
                 answers = operation["responses"]
@@ -67,7 +67,7 @@ def describe(app: FastAPI, names: Callable[[], list[str]]) -> None:
                 model["enum"] = [*names(), *([None] if "anyOf" in model else [])]
             if schema.get("additionalProperties") is False:  # some clients send null in fields that ask for nothing
                 schema["additionalProperties"] = {"type": "null"}
-        return found
+        return description
 
     app.openapi = openapi  # type: ignore[method-assign]
 

@@ -29,8 +29,8 @@ async def filling(handle: Any, tokenizer: Any) -> AsyncIterator[str]:
             after = new if isinstance(new, list) else []
             text += new if isinstance(new, str) else ""
             yield json.dumps({"text": text, "after": after}) + "\n"
-        found = await in_thread(lambda: replay_page(handle.result()))
-        yield json.dumps({"page": found}) + "\n"
+        page = await in_thread(lambda: replay_page(handle.result()))
+        yield json.dumps({"page": page}) + "\n"
     except Exception as error:
         yield json.dumps(error_body(*of_failure(error))) + "\n"
     finally:

@@ -20,13 +20,19 @@ class Fill(DllmAlgorithm):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        given = config.algorithm_config
-        known = {"threshold", "factor", "block_size"}
-        check(given.keys() <= known, "integrations.sglang", "algorithm_config", f"name {sorted(known)}", sorted(given))
-        both = "threshold" in given and "factor" in given
-        check(not both, "integrations.sglang", "algorithm_config", "name threshold or factor", sorted(given))
-        self.factor: float | None = given.get("factor")
-        self.threshold: float | None = None if "factor" in given else given.get("threshold", 0.95)
+        settings = config.algorithm_config
+        names = {"threshold", "factor", "block_size"}
+        check(
+            settings.keys() <= names,
+            "integrations.sglang",
+            "algorithm_config",
+            f"name {sorted(names)}",
+            sorted(settings),
+        )
+        two_rules = "threshold" in settings and "factor" in settings
+        check(not two_rules, "integrations.sglang", "algorithm_config", "name threshold or factor", sorted(settings))
+        self.factor: float | None = settings.get("factor")
+        self.threshold: float | None = None if "factor" in settings else settings.get("threshold", 0.95)
 
     def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
         """A block is done if this forward saw no mask token in it: then its keys and values are those of its text."""
@@ -40,4 +46,4 @@ class Fill(DllmAlgorithm):  # type: ignore[misc]
         ids = where(open_, guess.ids.to(tokens.dtype), -1)
         rule: dict[str, Any] = {"factor": self.factor, "threshold": self.threshold}
         unmask_(tokens, ids, guess.probs, mask_token=self.mask_id, strict=self.threshold is not None, **rule)
-        return [not found for found in open_.any(1).tolist()]
+        return [not is_open for is_open in open_.any(1).tolist()]

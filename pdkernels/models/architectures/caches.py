@@ -101,10 +101,10 @@ def check_keeps_rows(op: str, cache: Any) -> None:
 
 def check_dtype(op: str, argument: str, model: Any, dtype: torch.dtype) -> None:
     """Refuses a dtype that the caches of a model cannot have."""
-    own, narrower = f"{model.dtype} like the model", [torch.int8]
+    narrower = [torch.int8]
     if model.device.type == "cpu" and halves(model.dtype, torch.float16):
         narrower.insert(0, torch.float16)
-    expectation = f"be {own}, or {' or '.join(map(str, narrower))}"
+    expectation = f"be {model.dtype} like the model, or {' or '.join(map(str, narrower))}"
     check_type(isinstance(dtype, torch.dtype) and dtype in (model.dtype, *narrower), op, argument, expectation, dtype)
     if dtype != model.dtype:
         check_head_dim(op, model.config.head_dim)
