@@ -139,6 +139,7 @@ class BlockSteps(Steps):
         self.written = torch.zeros_like(self.nothing)  # tokens of the blocks before this one
         self.passes = torch.zeros_like(self.nothing)  # steps over this block
         self.entry = Entry(session.batch, device, form=None, taking=None, ran=None, block=block_size)
+        self.entry.ran.fill_(1)  # steps with further states may need no forward
         self.states = BlockStates(session, self.cache, block_size, 1 + speculate, page_size) if speculate else None
 
     @classmethod
@@ -182,9 +183,9 @@ class BlockSteps(Steps):
         self.forward += self.entry.pending
         self.cache.commit_(counts)
         self.passes.zero_()
-        self.entry.ran.fill_(1)
         self.entry.block.fill_(self.mask_token)
         if self.states is not None:
+            self.entry.ran.fill_(1)
             self.states.begin()
         if self.filled:
             first = self.sampler.sample(logits, self.cache.lengths[:, None], self.seeds, OWN, self.banned)
