@@ -80,6 +80,9 @@ def serve(
             help="A PEFT LoRA adapter that requests may name, as the model or in the field `adapter`. May be given several times.",
         ),
     ] = None,
+    allow_unload: Annotated[
+        bool, typer.Option("--allow-unload", help="Whoever may send requests may also delete adapters, for all.")
+    ] = False,
     device: flags.Device = "cpu",
     dtype: flags.Dtype = None,
     packed: flags.Packed = None,
@@ -149,6 +152,7 @@ def serve(
             console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
             app_options: dict[str, Any] = {"sampling": settings(model), "limits": limits, "api_key": key}
             app_options |= {"origins": allow_origin or (), "hosts": allow_host or (), "drafters": drafters}
+            app_options |= {"allow_unload": allow_unload}
             app = create_app(engine, called, method=method, options=options, **app_options)
             run(app, host=host, port=port, limits=limits)
 

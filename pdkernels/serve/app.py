@@ -80,6 +80,7 @@ def create_app(
     origins: Sequence[str] = (),
     hosts: Sequence[str] = (),
     drafters: Mapping[str, Any] | None = None,
+    allow_unload: bool = False,
 ) -> FastAPI:
     """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`,
     `/v1/tokenize`, `/v1/detokenize`, `/v1/models` (an adapter there can be deleted), `/health`, `/metrics`, `/openapi.json`, and a
@@ -97,6 +98,7 @@ def create_app(
         hosts: names by which clients reach it, such as "api.example.org"; "*": all. None: any, but at a loopback
             address only loopback's.
         drafters: that requests may name in `options.drafter`: models with the same vocabulary, and heads for the model.
+        allow_unload: whether whoever may send requests may also delete an adapter of the model.
 
     Example:
         >>> import pdkernels as pd
@@ -197,6 +199,9 @@ def create_app(
 
     @app.delete("/v1/models/{model:path}")
     async def unload(model: str) -> dict[str, Any]:
+        if not allow_unload:
+            fault = "adapters are not deleted by requests here; a server that is started with --allow-unload does it"
+            raise Refused(fault, 403, "model")
         await in_thread(lambda: front.unload(model))
         return {"id": model, "object": "model", "deleted": True}
 

@@ -27,7 +27,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         pd.models.load_adapter(
             model, name, random_adapter(model, tmp_path_factory.mktemp("adapter"), 8, seed, size=0.2)
         )
-    with client_with(model) as made:
+    with client_with(model, allow_unload=True) as made:
         made.served = model
         yield made
 
@@ -139,6 +139,13 @@ def test_deleted_over_http(client: Any, tmp_path: Path) -> None:
     answer = client.delete("/v1/models/tiny")
     assert answer.status_code == 400 and "only its adapters can be deleted" in answer.json()["error"]["message"]
     assert client.post("/v1/completions", json=CODE).status_code == 200
+
+
+def test_nobody_deletes_what_others_use_unless_the_server_says_so(client: Any) -> None:
+    with client_with(client.served) as others:
+        answer = others.delete("/v1/models/poems")
+        assert answer.status_code == 403 and "--allow-unload" in answer.json()["error"]["message"]
+        assert others.get("/v1/models/poems").status_code == 200
 
 
 def test_a_model_is_not_called_like_an_adapter(client: Any) -> None:
