@@ -189,7 +189,7 @@ def figures(slices: list[dict[str, Any]], tokenizer: Any, seconds: float) -> dic
 
 def check_texts(slices: list[dict[str, Any]], file: Path, kind: str) -> int:
     """Compares some greedy answers with those of `generate` alone, with caches of this kind; returns how many."""
-    model: Any = pd.models.load(file, cache_dtype=None if kind == "float32" else torch.int8)
+    model: Any = pd.models.load(file, cache_dtype=None if kind == "float32" else getattr(torch, kind))
     whole = [
         one for each in slices for one in each["requests"] if one["kind"] in ("greedy", "lookup") and one.get("ended")
     ]
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--llama-options", default="", help="more options for it")
     parser.add_argument("--slots", type=int, nargs="+", default=[16], help="of llama.cpp; each number is a server")
     parser.add_argument("--rows", type=int, nargs="+", default=[16], help="of ours: --max-running")
-    parser.add_argument("--caches", nargs="+", default=["float32", "int8"], help="of ours: --cache-dtype")
+    parser.add_argument("--caches", nargs="+", default=["float32", "float16", "int8"], help="of ours: --cache-dtype")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a slice")
     parser.add_argument("--rounds", type=int, default=2)

@@ -291,13 +291,6 @@ void attend_to_codes(const SpeculativeArgs& args) {
   attend_narrow_or_wide<T, Code>(args);
 }
 
-// Cached and new rows may have another form than the queries.
-void attend_in_form(const SpeculativeArgs& args) {
-  if (args.form == CacheRows::kHalves) return attend_narrow_or_wide<float, Half>(args);
-  if (args.form == CacheRows::kCodes) PDK_BY_ELEMENT(attend_to_codes, args)
-  PDK_BY_ELEMENT(attend_narrow_or_wide, args)
-}
-
 }  // namespace
 
 #ifdef PDK_AMX
@@ -307,7 +300,11 @@ void speculative_attention(const SpeculativeArgs& args) {
   attend_splits<Bfloat16, Bfloat16, AmxTiles>(args);  // for any number of rows: these products round differently
 }
 #else
-void speculative_attention(const SpeculativeArgs& args) { attend_in_form(args); }
+void speculative_attention(const SpeculativeArgs& args) {
+  if (args.form == CacheRows::kHalves) return attend_narrow_or_wide<float, Half>(args);
+  if (args.form == CacheRows::kCodes) PDK_BY_ELEMENT(attend_to_codes, args)
+  PDK_BY_ELEMENT(attend_narrow_or_wide, args)
+}
 #endif
 
 }  // namespace pdkernels::cpu::PDK_ISA
