@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +60,7 @@ def unsupported(condition: bool, place: str, fault: str, remedy: str = "") -> No
 
 def same(first: Any, second: Any) -> bool:
     """Whether two values are equal as JSON: true is not 1, but 1.0 is."""
-    return plain(first) == plain(second)
+    return first == second and plain(first) == plain(second)
 
 
 def plain(value: Any) -> str:
@@ -106,7 +105,7 @@ def together(first: Any, second: Any) -> Any:
     memo, key = current().memo, (id(first), id(second))
     if key not in memo:
         spend()
-        memo[key] = first, second, first if first == second else _Both(allOf=[first, second])
+        memo[key] = first, second, first if same(first, second) else _Both(allOf=[first, second])
     return memo[key][2]
 
 
@@ -181,14 +180,14 @@ def _closed_items(schema: Mapping[str, Any], other: Mapping[str, Any], place: st
 def _apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
     """The second schema, with those keywords in schemas of their own that cannot be one with the first one's."""
     for name in ("anyOf", "oneOf"):
-        if name not in first or name not in second or first[name] == second[name]:
+        if name not in first or name not in second or same(first[name], second[name]):
             continue
         if name == "oneOf" or len(first[name]) * len(second[name]) > _MAX_PRODUCT:
             choice = {name: second[name]}
             second = {key: value for key, value in second.items() if key != name}
             second[ALSO] = [*second.get(ALSO, ()), choice]
     pairs = ([schema.get(name) for name in CONTAINS] for schema in (first, second))
-    if "contains" in first and "contains" in second and operator.ne(*pairs):
+    if "contains" in first and "contains" in second and not same(*pairs):
         contained = Merged({name: second[name] for name in CONTAINS if name in second})
         second = {key: value for key, value in second.items() if key not in CONTAINS}
         second[CONTAINED] = [*second.get(CONTAINED, ()), contained]
@@ -205,9 +204,10 @@ def _both(name: str, first: Any, second: Any, place: str) -> Any:
     rule = _RULES.get(name)
     if rule is not None:
         return rule(first, second)
-    if name == "anyOf" and first != second:
+    differ = not same(first, second)
+    if name == "anyOf" and differ:
         return [together(a, b) for a in first for b in second]
-    unsupported(first != second, place, f"{name!r} twice in allOf")
+    unsupported(differ, place, f"{name!r} twice in allOf")
     return first
 
 

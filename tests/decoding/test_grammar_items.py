@@ -51,6 +51,26 @@ def test_arrays(name: str, texts: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"prefixItems": [True, {"enum": [1, 2]}], "contains": {"enum": [True, 2]}, "maxItems": 2},
+        {"items": {"enum": [0, 1]}, "contains": {"enum": [False, 1]}},
+        {"allOf": [{"contains": {"const": 1}}, {"contains": {"const": True}}]},
+        {"allOf": [{"anyOf": [{"const": [1]}, {"const": [0]}]}, {"anyOf": [{"const": [True]}, {"const": [0]}]}]},
+        {"allOf": [{"oneOf": [{"const": [1]}, {"const": [0]}]}, {"oneOf": [{"const": [True]}, {"const": [0]}]}]},
+        {"allOf": [{"items": {"enum": [0, 2]}}, {"items": {"enum": [False, 2]}}]},
+    ],
+    ids=json.dumps,
+)
+def test_true_is_not_one(schema: dict[str, Any]) -> None:
+    """Schemas that Python takes for equal, beside jsonschema."""
+    arrays = [[*items] for length in range(3) for items in itertools.product([0, 1, 2, False, True], repeat=length)]
+    grammar = Grammar.json_schema({"type": "array", **schema})
+    check = jsonschema.Draft202012Validator({"type": "array", **schema})
+    assert [one for one in arrays if grammar.matches(json.dumps(one))] == [one for one in arrays if check.is_valid(one)]
+
+
+@pytest.mark.parametrize(
     ("schema", "fault"),
     [
         ({"not": {"unevaluatedItems": False}}, "'unevaluatedItems' in a not"),
