@@ -30,8 +30,8 @@ from pdkernels.decoding.methods import METHODS as REGISTERED
 
 RESULTS = Path(__file__).resolve().parent / "results/decoded_schemas.json"
 METHODS = {
-    "smollm2-135m-instruct": ("autoregressive", "jacobi", "jacobi_multiblock", "suffix", "eagle"),
-    "tiny-masked": ("llada", "dream", "slowfast", "fast_dllm"),
+    "smollm2-135m-instruct": "autoregressive jacobi jacobi_multiblock suffix eagle".split(),
+    "tiny-masked": "llada dream slowfast fast_dllm".split(),
 }
 LIMITS = {"smollm2-135m-instruct": 64, "tiny-masked": 96}
 """New tokens of a text."""

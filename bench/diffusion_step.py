@@ -60,12 +60,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 _SURE = "tau_min 0.97, tau_high 0.99, max_exploration 1, window 1"
+_PLAIN = "llada"
 _CACHED = "prompt_interval 100, gen_interval 2, transfer_ratio 0.25"
 COMPARED = (
     ("`llada`, blocks", "llada, blocks of 32", "llada, block_size 16", "llada, block_size 16"),
-    ("`dllm_cache`", "dllm_cache", "dllm_cache", "llada"),
-    ("`slowfast`, high thresholds", "llada", f"slowfast, {_SURE}", "llada"),
-    ("`slowfast` with a cache", "dllm_cache, every second whole", f"slowfast, {_SURE}, {_CACHED}", "llada"),
+    ("`dllm_cache`", "dllm_cache", "dllm_cache", _PLAIN),
+    ("`slowfast`, high thresholds", "llada", f"slowfast, {_SURE}", _PLAIN),
+    ("`slowfast` with a cache", "dllm_cache, every second whole", f"slowfast, {_SURE}, {_CACHED}", _PLAIN),
     ("`fast_dllm`, prefix", "fast_dllm, prefix", "fast_dllm, block_size 16, cache prefix, threshold 0.97", "llada, block_size 16"),
     ("`fast_dllm`, dual", "fast_dllm, dual", "fast_dllm, block_size 16, cache dual, threshold 0.97", "llada, block_size 16"),
 )  # fmt: skip

@@ -98,6 +98,8 @@ def batches(rows: int, short: int, seed: int) -> Iterator[Batch]:
 class Recalled:
     """K and V of earlier rows for the layers of later ones, as a cache holds them, but with a graph; and those of the new rows."""
 
+    dtype = torch.float32
+
     def __init__(self, layers: int, before: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
         self.layers, self.before = layers, before
         self.new: dict[int, tuple[Tensor, Tensor]] = {}

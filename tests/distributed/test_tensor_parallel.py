@@ -242,7 +242,7 @@ def test_refusals(ranks) -> None:
         "distributed.parallelize: model must be a Transformer or RecurrentDepth, got Linear",
         "distributed.parallelize: model must be a whole model, got one that is parallel already",
         "distributed.parallelize: model must run without gradients, got parameters that need one",
-        "Transformer.new_cache: batch and capacity must be called with the same sizes on every rank, got [[1, 8, 0, 0], [2, 8, 0, 0]]",
+        "Transformer.new_cache: batch and capacity must be called with the same sizes on every rank, got [[1, 8, 0, 4], [2, 8, 0, 4]]",
         "distributed: logits must not be changed by add_, got a slice",
     ]
     for found in ranks.run(2, refusals):

@@ -227,7 +227,7 @@ def test_no_field_is_left_out(kind: str) -> None:
     } - known
 
 
-NAMED = ["deepseek_v3", "llama4", "gemma2", "bloom", "mpt", "rwkv", "cohere", "cohere2", "gpt2"]
+NAMED = ["deepseek_v3", "opt", "falcon", "bloom", "mpt", "rwkv", "cohere", "cohere2", "gpt2"]
 
 
 @pytest.mark.parametrize("kinds", [NAMED, pytest.param(None, marks=pytest.mark.slow)])

@@ -170,12 +170,12 @@ def test_other_architectures_and_parts(tmp_path: Path) -> None:
     for field, value, sentence in (
         (
             "general.architecture",
-            "gemma2",
-            "m.gguf: general.architecture must be one of llama, qwen2, qwen3, qwen3moe, olmo2, gpt-oss, llada, dream, llada-moe, llada2, qwen35, lfm2, gemma3, got 'gemma2'.",
+            "mamba",
+            "m.gguf: general.architecture must be one of llama, qwen2, qwen3, qwen3moe, olmo2, gpt-oss, llada, dream, llada-moe, llada2, qwen35, lfm2, gemma2, gemma3, got 'mamba'.",
         ),
         ("split.count", 3, "m.gguf must be a whole model, got one of 3 parts. Join its parts with"),
     ):
-        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2" if "arch" in field else "llama")
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba" if "arch" in field else "llama")
         if "arch" not in field:
             writer.add_uint16(field, value)
         writer.write_header_to_file()

@@ -70,10 +70,10 @@ def test_a_mask_of_bools_gives_the_rows_of_its_plan() -> None:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("page_size", [None, 8])
-@pytest.mark.parametrize("method", ["jacobi", "lookahead", "fast_dllm", "llada", "block_diffusion", "planned", "fast_dllm_v2"])  # fmt: skip
+@pytest.mark.parametrize("method", ["jacobi", "suffix", "fast_dllm", "llada", "block_diffusion", "planned", "fast_dllm_v2"])  # fmt: skip
 def test_methods_follow(method: str, page_size: int | None) -> None:
     """Lossless ones write the tokens of one at a time; those that rewrite rows write in a batch what they write alone."""
-    names = {"block_diffusion": "tiny-trimode", "planned": "tiny-planned", "fast_dllm_v2": "tiny-trimode", "jacobi": "tiny-code", "lookahead": "tiny-code"}  # fmt: skip
+    names = {"block_diffusion": "tiny-trimode", "planned": "tiny-planned", "fast_dllm_v2": "tiny-trimode", "jacobi": "tiny-code", "suffix": "tiny-code"}  # fmt: skip
     model: Any = load(names.get(method, "tiny-masked"), cache_dtype=torch.float16)
     options: dict[str, Any] = {"max_new_tokens": 24, "end_tokens": ()}
     alone = "autoregressive" if names.get(method) == "tiny-code" else method
@@ -106,4 +106,4 @@ def test_the_engine_and_prefixes_follow() -> None:
     expected = generate(model, prompt, "autoregressive", max_new_tokens=20).text
     with pd.Engine(model, max_running=2) as engine:
         for _ in range(2):
-            assert engine.generate(prompt, max_new_tokens=20).text == expected
+            assert engine.submit(prompt, max_new_tokens=20).result().text == expected

@@ -20,7 +20,7 @@ from pdkernels.models import (
     to_huginn_config,
     to_huginn_state_dict,
 )
-from pdkernels.models.checkpoints import gemma3, hybrid_hf, zoo
+from pdkernels.models.checkpoints import gemma2, gemma3, hybrid_hf, zoo
 from pdkernels.models.checkpoints.hf import ARCHITECTURES
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states
@@ -262,7 +262,15 @@ def test_sizes_that_do_not_fit_each_other() -> None:
 def test_an_unknown_architecture_names_all_that_are_known(tmp_path: Path) -> None:
     write(tmp_path, {**SMALL, "model_type": "gpt2", "architectures": None}, tensors())
     known = ", ".join(
-        (*ARCHITECTURES, *hybrid_hf.ARCHITECTURES, gemma3.MODEL_TYPE, "llada", "llada2_moe", "huginn_raven")
+        (
+            *ARCHITECTURES,
+            *hybrid_hf.ARCHITECTURES,
+            gemma2.MODEL_TYPE,
+            gemma3.MODEL_TYPE,
+            "llada",
+            "llada2_moe",
+            "huginn_raven",
+        )
     )
     assert "qwen2, qwen3, llama" in known
     with pytest.raises(NotImplementedError, match=f"model_type must be one of {known}, got 'gpt2'"):

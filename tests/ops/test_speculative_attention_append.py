@@ -280,7 +280,8 @@ BAD_CALLS = {
     "TypeError: source_index must be an int32 or int64 tensor, got torch.int16.": {"source_index": SOURCES.short()},
     "source_index must be on cpu, got meta.": {"source_index": SOURCES.to("meta")},
     "TypeError: plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device).": {"plan": MASK},
-    "TypeError: k_cache must be torch.float32 like q, got torch.float16.": {"k_cache": GOOD.k_cache.half()},
+    "TypeError: k_cache must be torch.float32 like q, got torch.bfloat16.": {"k_cache": GOOD.k_cache.bfloat16()},
+    "TypeError: k_new must be float16 like k_cache, got torch.float32.": {"k_cache": GOOD.k_cache.half()},
 }
 
 
