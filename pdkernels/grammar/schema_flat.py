@@ -12,7 +12,7 @@ from pdkernels.grammar.budget import OP, spend
 from pdkernels.grammar.recursion import cycles
 from pdkernels.grammar.schema_apart import OF_STRINGS, of_objects, of_texts
 from pdkernels.grammar.schema_keywords import Unknown, check_keywords, demands, is_note, modern
-from pdkernels.grammar.schema_merge import CONDITIONS, Flat, Merged, merged_all, unsupported
+from pdkernels.grammar.schema_merge import ALSO, CONDITIONS, Flat, Merged, Narrower, merged_all, unsupported
 from pdkernels.grammar.schema_negate import negated
 
 _VALUES = frozenset("const enum".split())
@@ -55,6 +55,10 @@ class Flattener:
             conjuncts = [self.found(self.uri(schema, place), place), *conjuncts]
         if "not" in modern_schema:
             denied = self(modern_schema["not"], f"{place}/not")
+            narrower = not isinstance(denied, bool) and any(
+                isinstance(choice.get("anyOf"), Narrower) for choice in (denied, *denied.get(ALSO, ()))
+            )
+            unsupported(narrower, f"{place}/not", "a not of properties by other than their names, in a not")
             if denied is True or denied == {}:
                 return False
             if denied is False:

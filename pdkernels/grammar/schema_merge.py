@@ -51,6 +51,10 @@ _NESTED = ("items", "unevaluatedItems", "additionalProperties", "unevaluatedProp
 _MAX_PRODUCT = 64
 
 
+class Narrower(list[Any]):
+    """Branches of an `anyOf` that leave out values of what they stand for: what is denied of them would be too much."""
+
+
 def unsupported(condition: bool, place: str, fault: str, remedy: str = "") -> None:
     """Raises for a schema that has `words` at `place`."""
     if condition:
@@ -206,7 +210,8 @@ def _both(name: str, first: Any, second: Any, place: str) -> Any:
         return rule(first, second)
     differ = not same(first, second)
     if name == "anyOf" and differ:
-        return [together(a, b) for a in first for b in second]
+        branches = [together(a, b) for a in first for b in second]
+        return Narrower(branches) if isinstance(first, Narrower) or isinstance(second, Narrower) else branches
     unsupported(differ, place, f"{name!r} twice in allOf")
     return first
 

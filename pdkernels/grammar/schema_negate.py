@@ -20,6 +20,7 @@ from pdkernels.grammar.schema_merge import (
     UNSEEN_ITEMS,
     Flat,
     Merged,
+    Narrower,
     different,
     unsupported,
 )
@@ -63,7 +64,7 @@ def negated(schema: Flat, place: str) -> list[Any]:
         elif name not in _FREE:
             alternatives += _without(name, value, schema, place)
     unsupported(bool(unnamed) and not alternatives, place, f"{unnamed!r} in a not")
-    return alternatives
+    return Narrower(alternatives) if unnamed else alternatives
 
 
 def _without(name: str, value: Any, schema: Mapping[str, Any], place: str) -> Iterator[Any]:

@@ -71,6 +71,36 @@ def test_true_is_not_one(schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "inner",
+    [
+        {"propertyNames": {"maxLength": 1}},
+        {"patternProperties": {"^a": {"type": "string"}}},
+        {"additionalProperties": False},
+        {"propertyNames": {"maxLength": 1}, "required": ["a"]},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("outer", ["not", "oneOf", "beside", "anyOf"])
+def test_what_a_not_leaves_out_is_not_denied_again(inner: dict[str, Any], outer: str) -> None:
+    """A not of names that a schema does not list leaves objects out: nothing is allowed because of it."""
+    objects = {"properties": {"ab": {"type": "integer"}}, "type": "object"}
+    denied = {"not": {"type": "object", **inner}}
+    schema: dict[str, Any] = {
+        "not": {**objects, "not": denied},
+        "oneOf": {"oneOf": [objects, denied]},
+        "beside": {**objects, "not": {"minLength": 1, **denied}},
+        "anyOf": {**objects, "not": {"anyOf": [{"type": "string"}, denied]}},
+    }[outer]
+    try:
+        grammar = Grammar.json_schema(schema)
+    except (NotImplementedError, ValueError):
+        return
+    check = jsonschema.Draft202012Validator(schema)
+    for value in ({}, {"ab": 3}, {"a": 3}, {"ab": 3, "a": "x"}, {"c": None}, "x", 1):
+        assert check.is_valid(value) or not grammar.matches(json.dumps(value))
+
+
+@pytest.mark.parametrize(
     ("schema", "fault"),
     [
         ({"not": {"unevaluatedItems": False}}, "'unevaluatedItems' in a not"),
