@@ -10,7 +10,19 @@ namespace {
 // Bytes between what is read and what is fetched from memory meanwhile.
 constexpr int64_t kAhead = kFetchesInOrder ? 8192 : 4096;
 
-PDK_INLINE Vec halves(const uint8_t* from) { return load(reinterpret_cast<const Half*>(from), Whole{}); }
+// As load() of Half, but by a pointer to bytes: compiled through that one, a model's single row took 1.04 of the time.
+PDK_INLINE Vec halves(const uint8_t* from) {
+#if defined(__AVX512DQ__)
+  return reinterpret_cast<Vec>(
+      _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__) && PDK_LANES == 8
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(PDK_NEON)
+  return reinterpret_cast<Vec>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from)))));
+#else
+  return load(reinterpret_cast<const Half*>(from), Whole{});
+#endif
+}
 typedef uint8_t LooseBytes __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
 typedef int8_t LooseSigned __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
 // GCC 12 converts such vectors lane by lane, for most of the instructions of a block of one row.
