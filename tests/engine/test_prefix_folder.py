@@ -260,29 +260,36 @@ import pdkernels as pd
 from tests.engine.test_prefix_folder import asked, drawn, engine
 import pdkernels.engine.pages, pathlib
 pdkernels.engine.pages.PAGE = 8
-model = pd.models.load("tiny-code")
+model, folder, limit = pd.models.load("tiny-code"), pathlib.Path(sys.argv[1]), int(sys.argv[2])
+with engine(model, folder, prefix_dir_bytes=limit) as one:
+    print(asked(one, drawn(9, 80))[0], flush=True)
 for round in range(4):
-    with engine(model, pathlib.Path(sys.argv[1]), prefix_dir_bytes=int(sys.argv[2])) as one:
+    with engine(model, folder, prefix_dir_bytes=limit) as one:
         for seed in range(6):
             asked(one, drawn(seed, 60 + 10 * round))
 """
 
 
 def test_two_processes_have_one_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One reads what the other has written; then both write more than the folder may hold."""
     model, limit = pd.models.load("tiny-code"), 1_000_000
-    other = subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path), str(limit)], stderr=subprocess.PIPE)
-    restored = 0
+
+    def ask(*seeds: int) -> int:
+        with engine(model, tmp_path, prefix_dir_bytes=limit) as one:
+            return [asked(one, drawn(seed, 80))[0] for seed in seeds][-1]
+
     with caplog.at_level(logging.WARNING, "pdkernels.engine"):
-        ended = False
-        while not ended:  # and once more when it has ended: it may have been faster than a round
-            ended = other.poll() is not None
-            with engine(model, tmp_path, prefix_dir_bytes=limit) as one:
-                for seed in range(6):
-                    asked(one, drawn(seed, 80))
-            restored += one.metrics().restored_tokens
+        ask(9)
+        command = [sys.executable, "-c", OTHER, str(tmp_path), str(limit)]
+        other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert other.stdout is not None and int(other.stdout.readline()) > 0
+        while other.poll() is None:
+            ask(*range(6))
             time.sleep(0.05)
+        ask(5)
+        assert ask(5) > 0  # nobody has written since
     assert other.wait() == 0 and other.stderr is not None and b"ignored" not in other.stderr.read()
-    assert not caplog.records and restored > 0
+    assert not caplog.records
     assert all(path.suffix == ".safetensors" for path in files(tmp_path))
 
 
