@@ -54,7 +54,7 @@ struct ConvInputs {
   Tensor x, weight;
   StepInputs step;
   OptionalTensor bias;
-  Word activation;
+  std::string activation;
   auto fields() const { return std::tie(state, state_lengths, pending, x, weight, step, bias, activation); }
 };
 

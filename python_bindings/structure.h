@@ -56,6 +56,8 @@ struct Fields<T> {
       return {torch::stable::detail::to<std::vector<torch::stable::Tensor>>(*stack++)};
     } else if constexpr (kWrites) {
       return {torch::stable::detail::to<std::optional<torch::stable::Tensor>>(*stack++)};
+    } else if constexpr (std::is_same_v<T, std::string>) {
+      return torch::stable::detail::to<Word>(*stack++);
     } else {
       return torch::stable::detail::to<T>(*stack++);
     }
