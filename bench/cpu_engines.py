@@ -1,4 +1,4 @@
-"""pdkernels, llama.cpp, ik_llama.cpp, OpenVINO GenAI, onnxruntime-genai and transformers on a CPU, with the same files, in interleaved runs.
+"""pdkernels, llama.cpp, ik_llama.cpp, OpenVINO GenAI, onnxruntime-genai, transformers and torchao on a CPU, with the same files, in interleaved runs.
 
     python -m bench.cpu_engines [--peer-python PYTHON ...] [--ik-llama BUILD] [--threads 1 2] [--seconds 1] [--to bench/results/cpu_engines.json]
 
@@ -94,6 +94,7 @@ def specs(
     made[f"OpenVINO, {last[0]}"] = {"engine": "OpenVINO", "file": str(last[1])}
     if not larger:
         made["transformers, bf16"] = {"engine": "transformers", "file": first}
+        made["torchao, 8 bits"] = {"engine": "torchao", "file": first}
         if given.onnx is not None:
             made[f"onnxruntime, {given.onnx.name}"] = {"engine": "onnxruntime", "file": str(given.onnx)}
     return {name: spec for name, spec in made.items() if spec["engine"] in found}

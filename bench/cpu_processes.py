@@ -14,6 +14,7 @@ MODULES = {
     "pdkernels": "pdkernels",
     "llama.cpp": "llama_cpp",
     "transformers": "transformers",
+    "torchao": "torchao",
     "OpenVINO": "openvino_genai",
     "onnxruntime": "onnxruntime_genai",
     "vLLM": "vllm",

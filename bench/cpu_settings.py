@@ -23,6 +23,10 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "SDPA": {"ATTENTION_BACKEND": "SDPA"},
         "SDPA, f32": {"ATTENTION_BACKEND": "SDPA", "INFERENCE_PRECISION_HINT": "f32"},
     },
+    "torchao": {
+        "weights in 8 bits": {"configuration": "Int8WeightOnlyConfig"},
+        "weights and rows in 8 bits": {"configuration": "Int8DynamicActivationInt8WeightConfig"},
+    },
 }
 """By engine and name; a worker of bench/workers is told the entries. The first is what the engine does by itself."""
 

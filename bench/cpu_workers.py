@@ -24,6 +24,7 @@ ENGINES = {
     "ik_llama.cpp": "ik_llama:IkLlama",
     "transformers": "peers:Transformers",
     "OpenVINO": "peers:OpenVino",
+    "torchao": "peers:TorchAo",
     "onnxruntime": "peers:OnnxRuntime",
     "vLLM": "peers:Vllm",
 }

@@ -1,4 +1,4 @@
-"""transformers, OpenVINO GenAI, onnxruntime-genai and vLLM."""
+"""transformers, also with torchao's weights, OpenVINO GenAI, onnxruntime-genai and vLLM."""
 
 from __future__ import annotations
 
@@ -105,6 +105,23 @@ class Transformers(Engine):
         finally:
             watch.remove()
         return took, tokens, None if how == "early exit" else len(seen)  # its own drafts use the head too
+
+
+class TorchAo(Transformers):
+    """transformers' model with weights that torchao has quantised, layer by layer as transformers runs it; its setting: the
+    name of torchao's configuration."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        import torchao
+
+        configuration = getattr(torchao.quantization, self.setting["configuration"])
+        torchao.quantization.quantize_(self.model, configuration(version=2))
+
+    def about(self) -> str:
+        import torchao
+
+        return f"{torchao.__version__}, transformers {super().about()}"
 
 
 class OpenVino(Engine):
