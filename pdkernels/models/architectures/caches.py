@@ -21,10 +21,10 @@ def new_pool(
     """Pages for caches of a model that share them, on its device and in the dtype of its caches; one slot per layer, or
     `slots`. Layers with a window that `window_pages` names have so many pages of their own (`WindowedPool`)."""
     config, dtype = model.config, getattr(model, "cache_dtype", None) or model.dtype
-    layers = config.layers if slots is None else slots
-    sizes, where = (page_size, config.kv_heads, config.head_dim), {"dtype": dtype, "device": model.device}
+    layers, heads = _rows_of(config, slots)
+    sizes, where = (page_size, *heads), {"dtype": dtype, "device": model.device}
     if window_pages:
-        windows = [None if window is None else window.size for window in config.windows]
+        windows = [None if window is None else window.size for window in config.windows[:layers]]
         pooled_windows = [window if window in window_pages else None for window in windows]
         return WindowedPool(pooled_windows, num_pages, window_pages, *sizes, **where)
     return PagePool(layers, num_pages, *sizes, **where)
@@ -49,7 +49,7 @@ def new_cache(
     more rows than they need (`WindowedCache`), where that is fewer.
     """
     op, config = f"{type(model).__name__}.new_cache", model.config
-    layers = config.layers if slots is None else slots
+    layers, heads = _rows_of(config, slots)
     if isinstance(pool, WindowedPool):
         return PooledWindowedCache(pool, batch, capacity)
     if pool is not None:
@@ -58,26 +58,41 @@ def new_cache(
     dtype = dtype or getattr(model, "cache_dtype", None) or model.dtype
     check_dtype(op, "dtype", model, dtype)
     if kind == "contiguous":
-        return ContiguousKVCache(
-            layers, batch, capacity, config.kv_heads, config.head_dim, dtype=dtype, device=model.device
-        )
+        return ContiguousKVCache(layers, batch, capacity, *heads, dtype=dtype, device=model.device)
     check(page_size >= 1, op, "page_size", "be at least 1", page_size)
     pages, drafts = -(-capacity // page_size), None if drafts is None else max(1, integer(op, "drafts", drafts, 0))
-    sizes = [] if drafts is None else _shorter(windows, drafts, page_size, pages)
+    sizes = [] if drafts is None else _shorter(windows[:layers], drafts, page_size, pages)
     if drafts is not None and any(sizes):
-        heads, where = (config.kv_heads, config.head_dim), {"dtype": dtype, "device": model.device}
+        where = {"dtype": dtype, "device": model.device}
         return WindowedCache(sizes, batch, capacity, page_size, *heads, drafts=drafts, **where)
     return PagedKVCache(
         layers,
         batch,
         batch * pages,
         page_size,
-        config.kv_heads,
-        config.head_dim,
+        *heads,
         max_pages_per_sequence=pages,
         dtype=dtype,
         device=model.device,
     )
+
+
+def _rows_of(config: Any, slots: int | None) -> tuple[int, tuple[int, int]]:
+    """The layers of a model's cache, or `slots`, and the heads of their rows and the size of a head: of those that hold
+    any layer's, where these differ (`narrowed`)."""
+    layers = getattr(config, "cache_layers", config.layers) if slots is None else slots
+    return layers, getattr(config, "cache_heads", (config.kv_heads, config.head_dim))
+
+
+def narrowed(rows: Tensor, kv_heads: int, width: int) -> Tensor:
+    """The part of stored rows ``(.., heads, size)`` that a layer with other heads uses, of `width` elements each.
+
+    >>> narrowed(torch.zeros(1, 8, 4, 16), 1, 32).shape
+    torch.Size([1, 8, 1, 32])
+    """
+    if rows.shape[-2:] == (kv_heads, width):
+        return rows
+    return rows.flatten(-2)[..., : kv_heads * width].unflatten(-1, (kv_heads, width))
 
 
 def _shorter(windows: Sequence[Window | None], drafts: int, page_size: int, pages: int) -> list[int | None]:

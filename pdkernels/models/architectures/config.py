@@ -223,7 +223,8 @@ class TransformerConfig:
             check(experts.are_in_any(self.layers), op, "experts", "be in one of the layers", "none")
         if isinstance(scaling, FactorScaling):
             pairs = len(scaling.factors)
-            check(pairs == self.head_dim // 2, op, "rope_scaling", f"have {self.head_dim // 2} factors", pairs)
+            expected = self.rotary_width // 2
+            check(pairs == expected, op, "rope_scaling", f"have {expected} factors", pairs)
         checked_windows(op, self.windows, self.layers)
         check(self.activation in ("silu", "gelu"), op, "activation", "be 'silu' or 'gelu'", repr(self.activation))
         for name in ("window_rope_theta", "embedding_scale", "query_scale", "attention_softcap", "logits_softcap"):

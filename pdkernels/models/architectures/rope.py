@@ -76,6 +76,25 @@ class PartialRotation(RopeScaling):
 
 
 @dataclass(frozen=True)
+class ProportionalRotation(RopeScaling):
+    """Only the first `pairs` of a head turn, with the frequencies that they have in a whole head, divided by `factor`
+    (Gemma 4)."""
+
+    pairs: int
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        op = "ProportionalRotation"
+        check_int(op, "pairs", self.pairs, 0)
+        check_number(op, "factor", self.factor, 0, FINITE, "be positive")
+        check(self.factor > 0, op, "factor", "be positive", self.factor)
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        turning = torch.arange(len(frequencies), device=frequencies.device) < self.pairs
+        return frequencies / self.factor * turning
+
+
+@dataclass(frozen=True)
 class FactorScaling(RopeScaling):
     """The frequency of each pair is divided by its own factor, as GGUF files store Llama 3.1's rule."""
 

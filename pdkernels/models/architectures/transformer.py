@@ -109,8 +109,7 @@ class Transformer(nn.Module):
         self.plan_tokens = checked_plan_tokens(op, plan_tokens, config.vocab_size, mask_token)
         # Matrices may be replaced by quantised ones.
         self.embedding: Matrix = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        kinds = (ExpertLayer if config.has_experts(index) else Layer for index in range(config.layers))
-        self.layers = cast(Sequence[Layer], nn.ModuleList(kind(config) for kind in kinds))
+        self.layers = cast(Sequence[Layer], nn.ModuleList(map(self._new_layer, range(config.layers))))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         head = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_parameter("head", head)
@@ -131,6 +130,9 @@ class Transformer(nn.Module):
             )
         if not self.norm.is_meta:  # nothing to fill, and the calls would import large parts of torch
             self.initialize_()
+
+    def _new_layer(self, index: int) -> Layer:
+        return (ExpertLayer if self.config.has_experts(index) else Layer)(self.config)
 
     @torch.no_grad()
     def initialize_(self) -> None:

@@ -19,6 +19,7 @@ from pdkernels import _memory
 from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse, sentence
 from pdkernels.models.architectures.caches import with_cache_dtype
 from pdkernels.models.architectures.config import ExpertsConfig
+from pdkernels.models.architectures.gemma4 import Gemma4, Gemma4Config
 from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
 from pdkernels.models.architectures.packing import Stated, adopt_
 from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
@@ -31,7 +32,7 @@ from pdkernels.models.architectures.rope import (
 )
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.models.architectures.windows import Window
-from pdkernels.models.checkpoints import gemma2, gemma3, gguf, hf, huginn, hybrid_hf, llada, llada2, mxfp4
+from pdkernels.models.checkpoints import gemma2, gemma3, gemma4, gguf, hf, huginn, hybrid_hf, llada, llada2, mxfp4
 from pdkernels.models.checkpoints.adapters import MASK_FILE, read_adapter, read_mask_token
 from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
 from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder, load_drafter
@@ -420,11 +421,16 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
         read = gemma3.from_gemma3_config if kind == gemma3.MODEL_TYPE else gemma2.from_gemma2_config
         local = read(fields.given)
         return local, gemma3.layout(local)
+    if kind in (gemma4.MODEL_TYPE, gemma4.WITH_IMAGES):
+        differing = gemma4.from_gemma4_config(fields.given)
+        return differing, gemma4.layout(differing, kind)
     kinds = (
         *ARCHITECTURES,
         *hybrid_hf.ARCHITECTURES,
         gemma2.MODEL_TYPE,
         gemma3.MODEL_TYPE,
+        gemma4.MODEL_TYPE,
+        gemma4.WITH_IMAGES,
         llada.MODEL_TYPE,
         llada2.MODEL_TYPE,
         huginn.MODEL_TYPE,
@@ -480,7 +486,7 @@ def _assemble(
         elif isinstance(config, HybridConfig):
             model = Hybrid(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
         else:
-            model = Transformer(
+            model = (Gemma4 if isinstance(config, Gemma4Config) else Transformer)(
                 config,
                 tokenizer=tokenizer,
                 end_tokens=tuple(end_tokens),
