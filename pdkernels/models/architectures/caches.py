@@ -66,14 +66,7 @@ def new_cache(
         where = {"dtype": dtype, "device": model.device}
         return WindowedCache(sizes, batch, capacity, page_size, *heads, drafts=drafts, **where)
     return PagedKVCache(
-        layers,
-        batch,
-        batch * pages,
-        page_size,
-        *heads,
-        max_pages_per_sequence=pages,
-        dtype=dtype,
-        device=model.device,
+        layers, batch, batch * pages, page_size, *heads, max_pages_per_sequence=pages, dtype=dtype, device=model.device
     )
 
 

@@ -58,7 +58,11 @@ class Gemma4(Transformer):
         for name, shape in {**shapes, "layer_norm": (size,)}.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if size else None)
         self._tables = RopeTables(
-            config.full_head_dim, config.max_positions, theta=config.rope_theta, style="half", scaling=config.rope_scaling
+            config.full_head_dim,
+            config.max_positions,
+            theta=config.rope_theta,
+            style="half",
+            scaling=config.rope_scaling,
         )
         if not self.norm.is_meta:
             self.initialize_()

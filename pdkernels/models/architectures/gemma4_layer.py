@@ -121,7 +121,9 @@ class Gemma4Layer(Layer):
         rows = x.flatten(0, -2)
         chosen_by = rms_norm(rows, self.router_scale, self.config.norm_eps) * x.shape[-1] ** -0.5
         logits = linear(chosen_by, self.router)
-        weights, ids = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32)).topk(self.experts.per_token)
+        weights, ids = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32)).topk(
+            self.experts.per_token
+        )
         weights = weights / weights.sum(-1, keepdim=True) * self.expert_scale[ids]
         inputs, gate = self._normed(rows, self.mixture_norm), partial(gated, activation="gelu")
         return mixture(inputs, weights, ids, self.experts_gate_up, self.experts_down, gate=gate).view_as(x)

@@ -7,6 +7,7 @@ Source: transformers, models/gemma4.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,12 +21,13 @@ from pdkernels.models.checkpoints.hf_windows import FULL, KINDS, SLIDING, layer_
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
-MODEL_TYPE = "gemma4_text"
-WITH_IMAGES = "gemma4"
-"""The `model_type` of folders that hold a model for images and sound around it."""
+TEXT, UNIFIED = "gemma4_text", "gemma4_unified_text"
+AROUND = {"gemma4": TEXT, "gemma4_unified": UNIFIED}
+"""Of folders with a model for images and sound: the `model_type` of the language model in it."""
+MODEL_TYPES = (TEXT, UNIFIED, *AROUND)
 EVERY = 6
 """Each layer of this number sees the whole text, where config.json names no layers."""
-_OTHER_MODELS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+_OTHER_MODELS = ("vision_tower.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.")
 _RULES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -47,18 +49,21 @@ def from_gemma4_config(config: Mapping[str, Any]) -> Gemma4Config:
     ([(4, 256), (4, 512)], 5, 256)
     """
     fields = Fields(config)
-    if fields.get("model_type") == WITH_IMAGES:
+    kind = fields.get("model_type")
+    demand(kind in MODEL_TYPES, "model_type", f"be one of {', '.join(MODEL_TYPES)}", shown(kind))
+    if kind in AROUND:
         inner = fields.part("text_config")
         tied = {name: value for name, value in fields.given.items() if name == "tie_word_embeddings"}
         fields = Fields({**tied, **inner.given}, inner.where)
     fields.require(_REQUIRED)
     _require(fields)
+    unified = AROUND.get(str(kind), kind) == UNIFIED
     layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
     kinds = layer_kinds(fields, layers, EVERY)
     demand(kinds[-1] == FULL, "layer_types", f"end with {FULL}", kinds[-1])
     full_heads, full_size = _full_heads(fields, kinds)
     local, full = _rules(fields, kinds)
-    size = fields.integer("hidden_size_per_layer_input", 256, minimum=0, null=0)
+    size = fields.integer("hidden_size_per_layer_input", 0 if unified else 256, minimum=0, null=0)
     vocabulary = fields.integer("vocab_size")
     if size:
         known = fields.integer("vocab_size_per_layer_input", 262144)
@@ -77,9 +82,9 @@ def from_gemma4_config(config: Mapping[str, Any]) -> Gemma4Config:
             rope_scaling=_rotation(full, full_size),
             norm_eps=fields.number("rms_norm_eps", 1e-6, minimum=0),
             tied_head=fields.flag("tie_word_embeddings", True),
-            max_positions=fields.integer("max_position_embeddings", 131072),
+            max_positions=fields.integer("max_position_embeddings", 262144 if unified else 131072),
             experts=_experts(fields),
-            windows=windows_of(fields, kinds, 512),
+            windows=windows_of(fields, kinds, 1024 if unified else 512),
             window_rope_theta=local.number("rope_theta", above=0) if local else None,
             embedding_scale=hidden**0.5,
             **caps_of(fields),
@@ -99,8 +104,6 @@ def _require(fields: Fields) -> None:
     demand(not fields.flag("attention_bias", False), "attention_bias", "be false", True)
     sees = fields.get("use_bidirectional_attention")  # "vision" is for tokens of images, which no text has
     demand(sees in (None, "vision"), "use_bidirectional_attention", "be null or 'vision'", shown(sees))
-    capped = fields.get("attn_logit_softcapping")
-    demand(capped is None, "attn_logit_softcapping", "be null", shown(capped))
 
 
 def _full_heads(fields: Fields, kinds: list[str]) -> tuple[int, int]:
@@ -112,9 +115,11 @@ def _full_heads(fields: Fields, kinds: list[str]) -> tuple[int, int]:
         heads = fields.integer("num_global_key_value_heads", usual, null=usual) if tied else usual
         return heads, fields.integer("global_head_dim", 512)
     layers = fields.part("per_layer_config")
-    numbers = {str(number) for number, kind in enumerate(kinds) if kind == FULL}
+    numbers = [number for number, kind in enumerate(kinds) if kind == FULL]
     expectation = f"name the layers of {FULL}, in the same way"
-    same = set(map(str, layers.given)) == numbers and len({repr(value) for value in layers.given.values()}) == 1
+    named = [name for name in layers.given if re.fullmatch("[0-9]{1,5}", str(name))]  # with zeros in front
+    same = sorted(map(int, named)) == numbers and len(named) == len(layers.given)
+    same = same and len({repr(value) for value in layers.given.values()}) == 1
     demand(same, "per_layer_config", expectation, shown(layers.given))
     each = layers.part(next(iter(layers.given)))
     other = next((name for name in each.given if name not in _FULL_FIELDS), None)
@@ -155,13 +160,13 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
 
 def layout(config: Gemma4Config, kind: str) -> Layout:
     """The tensors of a folder with this configuration and `model_type`."""
-    body = "model.language_model." if kind == WITH_IMAGES else "model."
+    body = "model.language_model." if kind in AROUND else "model."
     unread = [
         f"{body}layers.{layer}.self_attn.{name}"
         for layer in range(config.cache_layers, config.layers)
         for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     ]
-    others = [f"model.{name}" for name in _OTHER_MODELS] if kind == WITH_IMAGES else []
+    others = [f"model.{name}" for name in _OTHER_MODELS] if kind in AROUND else []
     return Layout(
         partial(_parts, config, body),
         config.layers,

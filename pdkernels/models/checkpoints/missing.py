@@ -5,18 +5,11 @@ from __future__ import annotations
 from pdkernels._validation import sentence
 from pdkernels.models.files.fields import OP
 
-_GEMMA4 = (
-    "heads of two sizes, layers that share the keys and values of earlier ones, embeddings of their own for each layer, "
-    "norms of values and a rotation of a part of a head"
-)
 _LLAMA4 = (
     "layers without positions, queries scaled by their position, norms of rotated queries and keys, and experts whose "
     "input is weighted"
 )
-_NEEDED = {
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
-    **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
-}
+_NEEDED = dict.fromkeys(("llama4", "llama4_text"), _LLAMA4)
 
 
 def refuse_missing(kind: object, where: str) -> None:

@@ -421,7 +421,7 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
         read = gemma3.from_gemma3_config if kind == gemma3.MODEL_TYPE else gemma2.from_gemma2_config
         local = read(fields.given)
         return local, gemma3.layout(local)
-    if kind in (gemma4.MODEL_TYPE, gemma4.WITH_IMAGES):
+    if kind in gemma4.MODEL_TYPES:
         differing = gemma4.from_gemma4_config(fields.given)
         return differing, gemma4.layout(differing, kind)
     kinds = (
@@ -429,8 +429,7 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
         *hybrid_hf.ARCHITECTURES,
         gemma2.MODEL_TYPE,
         gemma3.MODEL_TYPE,
-        gemma4.MODEL_TYPE,
-        gemma4.WITH_IMAGES,
+        *gemma4.MODEL_TYPES,
         llada.MODEL_TYPE,
         llada2.MODEL_TYPE,
         huginn.MODEL_TYPE,
