@@ -3,6 +3,7 @@ from local folders."""
 
 from pdkernels.models.architectures.callable_model import CallableModel, from_callable
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
+from pdkernels.models.architectures.gemma4 import Gemma4, Gemma4Config
 from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
 from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.architectures.rope import (
@@ -10,6 +11,7 @@ from pdkernels.models.architectures.rope import (
     LinearScaling,
     Llama3Scaling,
     PartialRotation,
+    ProportionalRotation,
     RopeScaling,
     YarnScaling,
 )
@@ -84,6 +86,8 @@ __all__ = [
     "EagleHead",
     "ExpertsConfig",
     "FactorScaling",
+    "Gemma4",
+    "Gemma4Config",
     "Hybrid",
     "HybridConfig",
     "JsonTokenizer",
@@ -95,6 +99,7 @@ __all__ = [
     "PartialRotation",
     "PlanTokens",
     "PlanningModel",
+    "ProportionalRotation",
     "RecurrentDepth",
     "RecurrentDepthConfig",
     "RecurrentModel",

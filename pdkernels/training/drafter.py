@@ -165,10 +165,9 @@ def attach_drafter_(
     check_type(type(rank) is int, op, "rank", "be an int", type(rank).__name__)
     check(rank >= 1, op, "rank", "be at least 1", rank)
     if not model.has_adapter:
-        width, hidden = model.config.heads * model.config.head_dim, model.config.hidden_size
-        std = scale / math.sqrt(width)
-        first = [std * torch.randn(rank, width, generator=generator, device="cpu") for _ in model.layers]
-        pairs = [(a, torch.zeros(hidden, rank, device="cpu")) for a in first]
+        widths, hidden = [layer.output.shape[1] for layer in model.layers], model.config.hidden_size
+        first = [torch.randn(rank, width, generator=generator, device="cpu") for width in widths]
+        pairs = [(a * (scale / math.sqrt(a.shape[1])), torch.zeros(hidden, rank, device="cpu")) for a in first]
         model.attach_adapter_(pairs)
     parameters = [
         parameter

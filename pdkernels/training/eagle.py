@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_number, check_type
+from pdkernels._validation import check, check_number, check_type, message
 from pdkernels.models import Transformer
 from pdkernels.models.architectures.rope import apply_rope
 from pdkernels.models.drafters import EagleConfig, EagleHead
@@ -37,7 +37,9 @@ def usual_taps(layers: int) -> tuple[int, int, int]:
 
 
 def check_numbers(op: str, model: Transformer) -> None:
-    """Refuses packed matrices, of which there is nothing to copy."""
+    """Refuses packed matrices, of which there is nothing to copy, and layers whose sizes differ."""
+    if hasattr(model.config, "heads_of"):
+        raise NotImplementedError(message(op, "model", "have layers of one size", f"a {type(model).__name__}"))
     packed = any(isinstance(module, QuantizedWeight) for module in model.modules())
     check(not packed, op, "model", "hold numbers", "packed matrices", "Load it with packed=False.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import pdkernels as pd
 from pdkernels import models
 from pdkernels.cache import PooledWindowedCache, WindowedCache
 from pdkernels.decoding import generate
-from pdkernels.models.architectures.gemma4 import Gemma4, Gemma4Config
 from pdkernels.models.checkpoints.gemma4 import from_gemma4_config
+from pdkernels.training import attach_drafter_, new_dflash_head, new_eagle_head
 
 transformers = pytest.importorskip("transformers", reason="builds models with transformers", minversion="5.24")
 from tests.integrations.test_shadow import small  # noqa: E402
@@ -87,7 +88,7 @@ def test_a_folder(kind: str, window: int, tmp_path: Path) -> None:
     assert len(set(expected[0])) > 3
     for method, options in METHODS.items():
         for page_size in (None, 7):
-            more = {**options, "page_size": page_size}
+            more: dict[str, Any] = {**options, "page_size": page_size}
             found = generate(own, [TOKENS, TOKENS[:3]], method, max_new_tokens=NEW, end_tokens=(), **more).tokens
             assert (found[0].tolist(), found[1].tolist()) == expected
 
@@ -126,8 +127,8 @@ def test_drafts_do_not_change_the_tokens(kind: str, cache_dtype: Any, tmp_path: 
         alone = generate(own, text, **settings).tokens
         for method, options in METHODS.items():
             for page_size in (None, 8):
-                found = generate(own, text, method, page_size=page_size, **options, **settings)
-                assert torch.equal(found.tokens, alone), (method, page_size)
+                more: Any = {**options, "page_size": page_size, **settings}
+                assert torch.equal(generate(own, text, method, **more).tokens, alone), (method, page_size)
         with pd.Engine(own, max_running=2, max_prompt_tokens=330, max_new_tokens=NEW) as engine:
             for _ in range(2):  # the second time after an earlier text
                 requests = [engine.submit(text, method, **settings) for method in ("autoregressive", "jacobi")]
@@ -169,7 +170,8 @@ def test_packed_weights(kind: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_new_tokens": NEW, "end_tokens": ()}
     alone = generate(packed, TOKENS, **settings).tokens
     for method, options in METHODS.items():
-        assert torch.equal(generate(packed, TOKENS, method, page_size=16, **options, **settings).tokens, alone)
+        more: Any = {**options, "page_size": 16, **settings}
+        assert torch.equal(generate(packed, TOKENS, method, **more).tokens, alone)
 
 
 @pytest.mark.parametrize("kind", ["E2B", "26B"])
@@ -319,16 +321,21 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], text: 
         models.load(tmp_path)
 
 
+A_CONFIG = models.Gemma4Config(
+    vocab_size=64, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate_size=32,
+    windows=(models.Window(4), None), window_rope_theta=1e4, full_head_dim=32,
+)  # fmt: skip
+
+
 def test_what_other_parts_refuse() -> None:
-    config = Gemma4Config(
-        vocab_size=64, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate_size=32,
-        windows=(models.Window(4), None), full_head_dim=32,
-    )  # fmt: skip
+    config = A_CONFIG
     with pytest.raises(ValueError, match="Gemma4Config: qk_norm must be True, got False"):
         replace(config, qk_norm=False)
+    with pytest.raises(ValueError, match="Gemma4Config: window_rope_theta must be a number"):
+        replace(config, window_rope_theta=None)
     with pytest.raises(ValueError, match="Gemma4Config: experts must be a softmax's in all layers"):
         replace(config, experts=models.ExpertsConfig(count=4, per_token=2, intermediate_size=8, first=1))
-    model = Gemma4(config).requires_grad_(False)
+    model = models.Gemma4(config).requires_grad_(False)
     with pytest.raises(NotImplementedError, match="cannot compute rows anew"):
         model.recompute(torch.tensor([[1]]), model.new_cache(1, 4), torch.tensor([0]), visible=torch.tensor([1]))
     with pytest.raises(ValueError, match="cu_seqlens must come with a cache, for a model that packs_rows"):
@@ -337,3 +344,16 @@ def test_what_other_parts_refuse() -> None:
         models.save_gguf(model, "no.gguf")
     with pytest.raises(NotImplementedError, match="gpt-oss or Gemma"):
         models.to_hf_state_dict(model.state_dict(), config)
+    for make in (partial(new_eagle_head, model, torch.arange(4)), partial(new_dflash_head, model, 4, mask_token=1)):
+        with pytest.raises(NotImplementedError, match="model must have layers of one size, got a Gemma4"):
+            make()
+
+
+def test_a_drafting_adapter() -> None:
+    """Layers have outputs of different widths."""
+    model = models.Gemma4(A_CONFIG)
+    attach_drafter_(model, 3)
+    assert [layer.adapter_in.shape for layer in model.layers] == [(3, 32), (3, 64)]
+    torch.nn.init.normal_(model.layers[1].adapter_out)
+    tokens = torch.tensor([[1, 2, 3]])
+    assert not torch.equal(model(tokens, adapted=True), model(tokens))

@@ -28,8 +28,10 @@ from pdkernels.models.architectures.transformer import Transformer
 
 __all__ = ["Gemma4", "Gemma4Config"]
 
-MATRICES = (*packing.MATRICES[:6], *("experts_gate_up", "experts_down"), "layer_embedding", "layer_projection")
-MATRICES += ("input_gate", "input_projection")
+MATRICES: tuple[str, ...] = (
+    *("embedding", "head", "qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down"),
+    *("layer_embedding", "layer_projection", "input_gate", "input_projection"),
+)
 
 
 class Gemma4(Transformer):
@@ -37,8 +39,10 @@ class Gemma4(Transformer):
 
     `layer_embedding`, `layer_projection` and `layer_norm` make what layers get of a token itself; None: they get nothing.
 
+    >>> from pdkernels.models import Window
     >>> config = Gemma4Config(vocab_size=11, hidden_size=32, layers=4, heads=2, kv_heads=2, head_dim=16, intermediate_size=48,
-    ...                       windows=(Window(8), None) * 2, full_head_dim=64, reading_layers=2, layer_input_size=16)
+    ...                       windows=(Window(8), None) * 2, window_rope_theta=1e4, full_head_dim=64,
+    ...                       reading_layers=2, layer_input_size=16)
     >>> model = Gemma4(config).requires_grad_(False)
     >>> cache = model.new_cache(batch=1, capacity=8)
     >>> model(torch.tensor([[1, 2, 3, 4]]), cache=cache).shape, cache.k.shape
@@ -118,4 +122,5 @@ class Gemma4(Transformer):
         context = (linear(x, self.layer_projection) * config.hidden_size**-0.5).unflatten(-1, size)
         scale = torch.tensor(config.layer_input_size**0.5, dtype=self.dtype, device=x.device)
         own = fused.embed(tokens, self.layer_embedding, self.dtype).unflatten(-1, size) * scale
-        return (rms_norm(context, self.layer_norm, config.norm_eps) + own) * 2**-0.5
+        inputs: torch.Tensor = (rms_norm(context, self.layer_norm, config.norm_eps) + own) * 2**-0.5
+        return inputs

@@ -22,8 +22,9 @@ _FIXED: dict[str, Any] = {
 class Gemma4Config(TransformerConfig):
     """Sizes and variants of a `Gemma4`, whose layers with a window have heads of `kv_heads` and `head_dim`.
 
+    >>> from pdkernels.models import Window
     >>> config = Gemma4Config(vocab_size=11, hidden_size=32, layers=4, heads=2, kv_heads=2, head_dim=16, intermediate_size=48,
-    ...                       windows=(Window(8), None) * 2, full_kv_heads=1, full_head_dim=64, reading_layers=2)
+    ...                       windows=(Window(8), None) * 2, window_rope_theta=1e4, full_head_dim=64, reading_layers=2)
     >>> [config.source(layer) for layer in range(4)], config.cache_layers, config.cache_heads
     ([0, 1, 0, 1], 2, (1, 64))
     """
@@ -62,6 +63,8 @@ class Gemma4Config(TransformerConfig):
             check_flag(op, name, getattr(self, name))
         for size in (self.head_dim, self.full_head_dim):
             check_head_dim(op, size)
+        turned = self.window_rope_theta is not None or not any(self.windows)
+        check(turned, op, "window_rope_theta", "be a number, for layers whose heads have another size", None)
         own = self.cache_layers
         check(own > 0, op, "reading_layers", f"be below layers ({self.layers})", self.reading_layers)
         kinds = {self._slides(layer) for layer in range(own)}

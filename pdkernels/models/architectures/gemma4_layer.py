@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -169,20 +169,20 @@ class LayerRows:
         starts: torch.Tensor | None,
         cache: Cache,
         source: int,
-        append: bool,
+        stores: bool,
     ) -> torch.Tensor:
-        """Attention to the rows of layer `source` and to new ones, which are stored if it `append`\\ s."""
-        counts, table = self.rows.counts, cache.table(source)
-        kv_heads, size = self._config.heads_of(source)
+        """Attention to the rows of layer `source` and to new ones, which it may store."""
+        counts, table, (kv_heads, size) = self.rows.counts, cache.table(source), self._config.heads_of(source)
         width = size + SCALE_BYTES if cache.dtype == torch.int8 else size
-        caches = [narrowed(side[source], kv_heads, width) for side in (cache.k, cache.v)]
+        k_cache, v_cache = (narrowed(side[source], kv_heads, width) for side in (cache.k, cache.v))
         if isinstance(visibility.mask, TilePlan):
-            arguments, options = (q, k, v, *caches, cache.lengths, visibility.mask), {"starts": starts, "scale": 1.0}
-            if append:
-                return speculative_attention_append_(*arguments, counts=counts, block_table=table, **options)
-            return speculative_attention(*arguments, block_table=table, **options)
-        if append:
-            kv_append_(*caches, k, v, cache.lengths, counts=counts, block_table=table)
+            every = q, k, v, k_cache, v_cache, cache.lengths, visibility.mask
+            options: dict[str, Any] = {"starts": starts, "block_table": table, "scale": 1.0}
+            op: Any = partial(speculative_attention_append_, counts=counts) if stores else speculative_attention
+            mixed: torch.Tensor = op(*every, **options)
+            return mixed
+        if stores:
+            kv_append_(k_cache, v_cache, k, v, cache.lengths, counts=counts, block_table=table)
         # The new K and V come from the forward: the cache may not store all of them.
         prefix = (narrowed(rows, kv_heads, width) for rows in cache.layer(source, visibility.prefix))
         keys, values = (torch.cat([old, new], 1).to(q.dtype) for old, new in zip(prefix, (k, v), strict=True))

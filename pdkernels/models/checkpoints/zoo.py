@@ -485,13 +485,9 @@ def _assemble(
         elif isinstance(config, HybridConfig):
             model = Hybrid(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
         else:
-            model = (Gemma4 if isinstance(config, Gemma4Config) else Transformer)(
-                config,
-                tokenizer=tokenizer,
-                end_tokens=tuple(end_tokens),
-                mask_token=mask_token,
-                plan_tokens=plan_tokens,
-            )
+            kind: Any = Gemma4 if isinstance(config, Gemma4Config) else Transformer
+            facts = {"tokenizer": tokenizer, "mask_token": mask_token, "plan_tokens": plan_tokens}
+            model = kind(config, end_tokens=tuple(end_tokens), **facts)
     if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
         # Stored pairs already include their scale.
         halves = _numbers({name: x for name, x in state.items() if "adapter" in name})
