@@ -12,7 +12,7 @@ import torch
 from pdkernels import models
 from pdkernels.models import LinearScaling
 from pdkernels.models.files import gguf_keys
-from tests.models import test_gemma3, test_window_gguf
+from tests.models import test_gemma3, test_gemma4_gguf, test_window_gguf
 from tests.support import gguf_diffusion
 
 files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
@@ -177,6 +177,8 @@ def test_the_table_has_the_keys_that_are_asked_for(tmp_path: Path, monkeypatch: 
         write(tmp_path / "m.gguf", arch, scaled, monkeypatch, **({"tokens": WORDS} if arch == "llama" else {}))
         models.load(tmp_path / "m.gguf")
     test_gemma3.written(tmp_path / "m.gguf")
+    models.load(tmp_path / "m.gguf")
+    test_gemma4_gguf.written(tmp_path / "m.gguf", "26B")
     models.load(tmp_path / "m.gguf")
     test_window_gguf.written(tmp_path / "m.gguf", "gpt_oss")
     models.load(tmp_path / "m.gguf")

@@ -21,7 +21,18 @@ from pdkernels.models.architectures.config import ExpertsConfig, TransformerConf
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
-from pdkernels.models.checkpoints import gemma2, gemma3, gguf_diffusion, gguf_hybrid, hf, hf_experts, hybrid_hf, mxfp4
+from pdkernels.models.checkpoints import (
+    gemma2,
+    gemma3,
+    gemma4,
+    gemma4_gguf,
+    gguf_diffusion,
+    gguf_hybrid,
+    hf,
+    hf_experts,
+    hybrid_hf,
+    mxfp4,
+)
 from pdkernels.models.checkpoints.checkpoint import Checkpoint
 from pdkernels.models.checkpoints.gguf_ends import marks_of
 from pdkernels.models.checkpoints.gguf_tokenizer import tokenizer
@@ -78,6 +89,10 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     elif kind in _GEMMA:
         config = _gemma(file, str(kind))
         layout, published = gemma3.gguf_layout(config, file.name), gemma3.layout(config)
+    elif kind == gemma4_gguf.GGUF:
+        config = _gemma(file, str(kind))
+        assert isinstance(config, gemma4_gguf.Gemma4Config)
+        layout, published = gemma4_gguf.layout(config, file), gemma4.layout(config, gemma4.TEXT)
     elif kind in gguf_diffusion.ARCHITECTURES:
         blocks = kind == gguf_diffusion.LLADA2
         config = gguf_diffusion.llada2_config(file, _fields(file, str(kind))) if blocks else _config(file)
@@ -145,6 +160,8 @@ def _gemma(file: GgufFile, kind: str) -> TransformerConfig:
     head_dim, positions = fields.integer("attention.key_length"), fields.integer("context_length")
     with read_from(file.name):
         scaling = _scaling(file, fields, head_dim, positions)
+        if kind == gemma4_gguf.GGUF:
+            return gemma4_gguf.config_of(file, fields, scaling)
         return _GEMMA[kind](fields, embedding.shape[0], scaling, _HEAD not in file.tensors)
 
 
@@ -153,7 +170,7 @@ def _config(file: GgufFile) -> TransformerConfig:
     kind = everything.get("general.architecture")
     refuse_missing(kind, file.name)
     if kind not in ARCHITECTURES:
-        supported = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES, *_GEMMA))
+        supported = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES, *_GEMMA, gemma4_gguf.GGUF))
         _refuse(file.name, "general.architecture", f"be one of {supported}", kind)
     fields = _fields(file, kind)
     experts = fields.integer("expert_count", minimum=0)

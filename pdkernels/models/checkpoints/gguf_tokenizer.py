@@ -52,8 +52,9 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
     """The tokenizer from the file's fields, None if it names no tokens."""
     if "tokenizer.ggml.tokens" not in fields.values:
         return None
-    pieces = fields.get("tokenizer.ggml.model") == "llama"
-    for field, known in (("model", ["gpt2", "llama"]), *([] if pieces else [("pre", list(_PRE))])):
+    model = fields.get("tokenizer.ggml.model")
+    pieces = model in ("llama", "gemma4")
+    for field, known in (("model", ["gpt2", "llama", "gemma4"]), *([] if pieces else [("pre", list(_PRE))])):
         value = fields.get(f"tokenizer.ggml.{field}")
         if value not in known:
             label = f"{fields.where}: tokenizer.ggml.{field}"
@@ -64,7 +65,7 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
     check(enough, OP, f"{label}tokens", f"be as many as the embedding has rows ({vocab_size}), or fewer", len(tokens))
     vocabulary = {token: index for index, token in enumerate(tokens)}
     check(len(vocabulary) == len(tokens), OP, f"{label}tokens", "differ from each other", "the same one twice")
-    pairs = [] if pieces else [tuple(merge.split(" ")) for merge in _texts(fields, "merges")]
+    pairs = [] if model == "llama" else [tuple(merge.split(" ")) for merge in _texts(fields, "merges")]
     known_pairs = all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in pairs)
     check(known_pairs, OP, f"{label}merges", "be pairs of tokens that make another one", "something else")
     kinds = fields.get("tokenizer.ggml.token_type")
@@ -74,7 +75,8 @@ def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | No
     kinds = [marks.kinds.get(index, kind) for index, kind in enumerate(kinds)]
     with naming(fields.where, "hold a tokenizer that the library `tokenizers` takes"):
         if pieces:
-            tokenizer = gguf_sentencepiece.assemble(fields, vocabulary, kinds, library(fields.where))
+            merges = pairs if model == "gemma4" else None
+            tokenizer = gguf_sentencepiece.assemble(fields, vocabulary, kinds, library(fields.where), merges)
         else:
             tokenizer = _assemble(
                 _PRE[fields.get("tokenizer.ggml.pre")], vocabulary, pairs, kinds, library(fields.where)

@@ -54,7 +54,8 @@ def _eos(keys: Keys) -> int | None:
 
 
 def _begins(keys: Keys) -> bool:
-    return keys.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3", "lfm2")
+    by_model = keys.get("tokenizer.ggml.model") == "gemma4"
+    return by_model or keys.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3", "lfm2")
 
 
 _MARKS = """
@@ -68,16 +69,21 @@ ABSENT: Mapping[str, Any] = {
     # Of the architecture. Without sizes llama.cpp takes 0, which no tensor fits.
     "context_length": REQUIRED,
     "embedding_length": REQUIRED,
+    "embedding_length_per_layer_input": REQUIRED,
     "block_count": REQUIRED,
     "feed_forward_length": REQUIRED,
     "attention.head_count": REQUIRED,
     "attention.head_count_kv": lambda keys: keys.get("attention.head_count"),
     "attention.key_length": _head_width,
     "attention.value_length": _head_width,
+    "attention.key_length_swa": REQUIRED,
+    "attention.value_length_swa": REQUIRED,
+    "attention.shared_kv_layers": 0,
     "attention.layer_norm_rms_epsilon": REQUIRED,
     "attention.sliding_window": 0,
     "attention.sliding_window_pattern": None,  # the architecture has a period
     "rope.dimension_count": _head_dim,
+    "rope.dimension_count_swa": lambda keys: keys.integer("attention.key_length_swa"),
     "rope.dimension_sections": REQUIRED,
     "rope.freq_base": 10000.0,
     "rope.freq_base_swa": 10000.0,
