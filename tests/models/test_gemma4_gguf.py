@@ -14,7 +14,7 @@ from pdkernels.decoding import generate
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
 transformers = pytest.importorskip("transformers", reason="builds models with transformers", minversion="5.24")
 from tests.models.test_gemma3 import NEW, TOKENS, theirs  # noqa: E402
-from tests.models.test_gemma4 import a_model  # noqa: E402
+from tests.models.test_gemma4 import F, S, a_model  # noqa: E402
 from tests.support import gguf_files as files  # noqa: E402
 
 NAMES = {
@@ -49,7 +49,8 @@ def written(
     path: Path, kind: str, split: bool = False, changes: dict[str, Any] | None = None, words: Any = None, **more: Any
 ) -> Any:
     """A file, and the model of transformers; `changes` of its keys, None: without one. `split`: experts' gates apart."""
-    model = a_model(kind, **more)
+    ends = {"layer_types": [S, S, S, F, S, S, F]} if kind == "E2B" else {}
+    model = a_model(kind, **{**ends, **more})
     config, layers = model.config, model.config.num_hidden_layers
     slides = [name == "sliding_attention" for name in config.layer_types]
     own = layers - config.num_kv_shared_layers
@@ -83,7 +84,8 @@ def written(
         else:
             writer.add_tensor(stored, tensor.numpy())
     for layer in range(own, layers):  # which published models have, and nobody reads
-        writer.add_tensor(f"blk.{layer}.attn_k.weight", torch.ones(16, 32).numpy())
+        rows = config.per_layer_config[layer].num_key_value_heads * config.per_layer_config[layer].head_dim
+        writer.add_tensor(f"blk.{layer}.attn_k.weight", torch.ones(rows, 32).numpy())
     writer.add_tensor("rope_freqs.weight", torch.tensor([1.0] * 4 + [1e30] * 12).numpy())
     for step in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{step}_to_file")()
@@ -123,6 +125,7 @@ def test_what_is_meant_without_a_key(tmp_path: Path) -> None:
         ({"attention.value_length": 16}, ValueError, "attention.value_length must be the size of a head \\(32\\)"),
         ({"rope.dimension_count_swa": 8}, ValueError, "rope.dimension_count_swa must be the size of a head \\(16\\)"),
         ({"attention.shared_kv_layers": 7, "feed_forward_length": 64}, ValueError, "reading_layers must be below layers"),
+        ({"attention.sliding_window_pattern": [False, False, True, True, True, True, False], "attention.layer_norm_rms_epsilon": None}, NotImplementedError, "sliding_window_pattern must end with a window and none"),
         ({"attention.shared_kv_layers": 9}, ValueError, "feed_forward_length must be one size"),
         ({"embedding_length_per_layer_input": None}, ValueError, "must hold 'embedding_length_per_layer_input'"),
         ({"block_count": 10**6}, ValueError, "block_count must be at most"),

@@ -85,7 +85,8 @@ def narrowed(rows: Tensor, kv_heads: int, width: int) -> Tensor:
     """
     if rows.shape[-2:] == (kv_heads, width):
         return rows
-    return rows.flatten(-2)[..., : kv_heads * width].unflatten(-1, (kv_heads, width))
+    part: Tensor = rows.flatten(-2)[..., : kv_heads * width].unflatten(-1, (kv_heads, width))
+    return part
 
 
 def _shorter(windows: Sequence[Window | None], drafts: int, page_size: int, pages: int) -> list[int | None]:

@@ -41,6 +41,10 @@ def config_of(file: GgufFile, fields: Keys, scaling: RopeScaling | None) -> Gemm
     kinds = {kind: {count for count, of in zip(heads, slides, strict=True) if of is kind} for kind in (True, False)}
     for found in kinds.values():
         _alike(fields, "attention.head_count_kv", found, "be the same in all layers of a kind")
+    # There the last layers read the last two before them, a window's and another's.
+    if 0 < reading < layers and slides[max(own - 2, 0) : own] != [True, False]:
+        label, expectation = f"{fields.where}.attention.sliding_window_pattern", "end with a window and none in the layers with keys and values"  # fmt: skip
+        raise NotImplementedError(message(OP, label, expectation, shown(slides[:own])))
     wide = reading > 0 and set(inner[own:]) == {2 * inner[0]}
     expected = [inner[0]] * own + [inner[0] * (1 + wide)] * reading
     check(inner == expected, OP, f"{fields.where}.feed_forward_length", "be one size, or twice it in the last layers", shown(inner))  # fmt: skip
@@ -160,8 +164,17 @@ def layout(config: Gemma4Config, file: GgufFile) -> Layout:
     ]
     count = 0 if config.experts is None else config.experts.count
     parts = partial(_parts, config, "blk.0.ffn_gate_up_exps.weight" in file.tensors)
-    places: tuple[Any, ...] = (config.layers, _EMBEDDING, _HEAD, config.tied_head, file.name, count)
-    return Layout(parts, *places, separate_experts=False, apart=tuple(unread))
+    return Layout(
+        parts,
+        config.layers,
+        _EMBEDDING,
+        _HEAD,
+        config.tied_head,
+        file.name,
+        count,
+        separate_experts=False,
+        apart=tuple(unread),
+    )
 
 
 def _parts(config: Gemma4Config, joined: bool) -> Iterator[tuple[str, Parts]]:

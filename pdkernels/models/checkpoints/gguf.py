@@ -18,6 +18,7 @@ import torch
 from pdkernels import _memory
 from pdkernels._validation import check, fail, message
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
+from pdkernels.models.architectures.gemma4_config import Gemma4Config
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
@@ -91,7 +92,7 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
         layout, published = gemma3.gguf_layout(config, file.name), gemma3.layout(config)
     elif kind == gemma4_gguf.GGUF:
         config = _gemma(file, str(kind))
-        assert isinstance(config, gemma4_gguf.Gemma4Config)
+        assert isinstance(config, Gemma4Config)
         layout, published = gemma4_gguf.layout(config, file), gemma4.layout(config, gemma4.TEXT)
     elif kind in gguf_diffusion.ARCHITECTURES:
         blocks = kind == gguf_diffusion.LLADA2

@@ -23,7 +23,8 @@ def assemble(
     fields: Keys, vocabulary: dict[str, int], kinds: list[int], tokenizers: Any, merges: list[Any] | None = None
 ) -> Any:
     """A tokenizer of the library from the file's tokens, in their order, and their scores, or its `merges`. With these,
-    none reaches over the end of a line, and line ends that are a token are one."""
+    none reaches over the end of a line, and line ends that are a token are one; of more than any token has, llama.cpp makes
+    single ones."""
     where = f"{fields.where}: tokenizer.ggml"
     if fields.flag("tokenizer.ggml.add_space_prefix", None):
         raise NotImplementedError(message(OP, f"{where}.add_space_prefix", "be false", True))
