@@ -419,6 +419,7 @@ TABLES = {
     "windows engine": lambda rows: of_file(windows.RESULTS, windows.engine_table),
     "windows steps": lambda rows: of_file(windows.RESULTS, windows.steps_table),
     "speculation": lambda rows: of_file(speculation.RESULTS, speculation.table_of),
+    "speculation-thresholds": lambda rows: of_file(speculation.RESULTS, speculation.table_of_thresholds),
     "adapters": lambda rows: of_file(bench_adapters.RESULTS, bench_adapters.table_of),
     "same tokens": lambda rows: of_file(same_tokens.RESULTS, same_tokens.same_tokens),
     "long drafts": lambda rows: of_file(long_drafts.RESULT, long_drafts.markdown),

@@ -4,7 +4,10 @@
 
 - "rows": 32 tokens of each of 16 sums, one position a step, by the number of further states: forwards, canvases or blocks computed, and CPU seconds of
   one thread. Sums are told alone, not in a batch.
-- "same": 4 tokens of each of `--prompts` sums in batches, with and without 3 states at temperatures 0 and 1: how many texts differ.
+- "rows" of thresholds: the same where a threshold decides how many positions a step fills: 32 tokens after each of 16 unfinished sums ("3 + 4") at three temperatures.
+- "engine": these sums submitted at once to an engine, with 7 states.
+- "same": 4 tokens of each of `--prompts` sums in batches, 16 of a tenth as many unfinished ones where there is a threshold, with and without 3 states: how many texts, or numbers of
+  filled positions, differ.
 - "law": 4 tokens after the unfinished "7 + ", which may go on in many ways, with so many seeds at temperature 1, those with states other ones than those without: chi-square of the texts, of which rare ones are counted
   together. Equal laws give a probability below 0.001 once in a thousand runs.
 """
@@ -15,6 +18,8 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +34,30 @@ from pdkernels.evaluation.machine import processor
 RESULTS = Path(__file__).resolve().parent / "results/speculation.json"
 STATES = (0, 1, 3, 7, 15)
 TEMPERATURES = (0.0, 1.0)
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+Case = tuple[str, str, dict[str, Any]]
+CASES: dict[str, Case] = {
     "llada": ("tiny-masked", "llada", {}),
     "block_diffusion, blocks of 8": ("tiny-trimode", "block_diffusion", {"block_size": 8, "threshold": None}),
     "block_diffusion, blocks of 16": ("tiny-trimode", "block_diffusion", {"block_size": 16, "threshold": None}),
     "block_diffusion, blocks of 32": ("tiny-trimode", "block_diffusion", {"block_size": 32, "threshold": None}),
 }
+THRESHOLDS: dict[str, Case] = {
+    "block_diffusion, blocks of 8, 0.9": ("tiny-trimode", "block_diffusion", {"block_size": 8}),
+    "block_diffusion, blocks of 32, 0.9": ("tiny-trimode", "block_diffusion", {"block_size": 32}),
+    "fast_dllm_v2, blocks of 4, 0.85": (
+        "tiny-trimode",
+        "fast_dllm_v2",
+        {"block_size": 4, "small_block_size": 4, "threshold": 0.85},
+    ),
+    "fast_dllm_v2, blocks of 32, 0.95": (
+        "tiny-trimode",
+        "fast_dllm_v2",
+        {"block_size": 32, "small_block_size": 32, "threshold": 0.95},
+    ),
+}
+WARMTHS = (0.0, 0.5, 1.0)
 MANY = ("llada", "block_diffusion, blocks of 8")
-NEW, SHORT, BATCH, PROMPTS = 32, 4, 100, 16
+NEW, SOME, SHORT, BATCH, PROMPTS = 32, 16, 4, 100, 16
 FEW = 3  # states of the many texts
 RARE = 10  # texts of which fewer than so many are expected in each half are counted together
 
@@ -51,14 +72,28 @@ def sums(count: int) -> list[str]:
 
 
 def run(case: str, texts: Any, states: int, **options: Any) -> Any:
-    name, method, own = CASES[case]
-    model = pd.models.load(name)
-    return pd.decoding.generate(model, texts, method, speculate=states, end_tokens=(), **own, **options)
+    name, method, own = (CASES | THRESHOLDS)[case]
+    return pd.decoding.generate(loaded(name), texts, method, speculate=states, end_tokens=(), **own, **options)
+
+
+@cache
+def loaded(name: str) -> Any:
+    return pd.models.load(name)
+
+
+def unfinished(count: int) -> list[str]:
+    """Different beginnings of sums, which may go on in many ways.
+
+    >>> unfinished(2)
+    ['3 + 3', '3 + 4']
+    """
+    return [text.partition(" =")[0] for text in sums(count)]
 
 
 def row(case: str, states: int, temperature: float) -> dict[str, Any]:
     start, forwards = time.thread_time(), 0
-    for seed, text in enumerate(sums(90 * PROMPTS)[::90]):
+    texts = unfinished if case in THRESHOLDS else sums
+    for seed, text in enumerate(texts(90 * PROMPTS)[::90]):
         forwards += run(case, text, states, temperature=temperature, seed=seed, max_new_tokens=NEW).stats.forwards
     took = time.thread_time() - start
     return {
@@ -71,15 +106,45 @@ def row(case: str, states: int, temperature: float) -> dict[str, Any]:
 
 
 def differing(case: str, prompts: int, temperature: float) -> int:
-    """Texts of batches that are others with states than without."""
-    texts, found = sums(prompts), 0
+    """Texts of batches that are others with states than without, or are filled in another order."""
+    texts, found, new = (sums(prompts), 0, SHORT) if case in CASES else (unfinished(prompts), 0, SOME)
     for first in range(0, prompts, BATCH):
         batch = texts[first : first + BATCH]
-        plain, fast = (
-            run(case, batch, states, temperature=temperature, seed=first, max_new_tokens=SHORT) for states in (0, FEW)
+        results = (
+            run(case, batch, states, temperature=temperature, seed=first, max_new_tokens=new) for states in (0, FEW)
         )
-        found += sum(a.tolist() != b.tolist() for a, b in zip(plain.tokens, fast.tokens, strict=True))
+        plain, fast = (
+            [(*pair,) for pair in zip(map(list_of, result.tokens), result.stats.accepted)] for result in results
+        )
+        found += sum(a != b for a, b in zip(plain, fast, strict=True))
     return found
+
+
+def list_of(tokens: torch.Tensor) -> list[int]:
+    return [int(token) for token in tokens]
+
+
+def engine(case: str, states: int) -> dict[str, Any]:
+    """The unfinished sums submitted at once, at temperatures in turn: forwards of a request, and texts that differ from those
+    alone and without states."""
+    name, method, own = THRESHOLDS[case]
+    options: list[dict[str, Any]] = [
+        {"temperature": t, "seed": seed, "max_new_tokens": NEW} for seed, t in zip(range(PROMPTS), WARMTHS * PROMPTS)
+    ]
+    texts = unfinished(90 * PROMPTS)[::90]
+    with pd.Engine(loaded(name)) as running:
+        pairs = zip(texts, options, strict=True)
+        handles = [
+            running.submit(text, method, speculate=states, end_tokens=(), **own, **given) for text, given in pairs
+        ]
+        results = [handle.result() for handle in handles]
+    alone = [run(case, text, 0, **given) for text, given in zip(texts, options, strict=True)]
+    return {
+        "case": case,
+        "states": states,
+        "forwards": sum(result.stats.forwards for result in results) / PROMPTS,
+        "differ": sum(list_of(a.tokens) != list_of(b.tokens) for a, b in zip(results, alone, strict=True)),
+    }
 
 
 def chi_square(first: Counter[str], second: Counter[str]) -> dict[str, float]:
@@ -113,8 +178,22 @@ def law(case: str, draws: int) -> dict[str, float]:
 
 
 def table_of(found: dict[str, Any]) -> str:
+    words = f"{found['machine']}, torch {found['torch']}, one thread"
+    return f"{_lines(found, CASES, TEMPERATURES, 'one a step')}\n\n{_same(found, CASES)} {_laws(found)} {words}"
+
+
+def table_of_thresholds(found: dict[str, Any]) -> str:
+    engines = "; ".join(
+        f"{row['case']}: {row['forwards']:.1f} forwards with {row['states']} states, {row['differ']} texts differ"
+        for row in found["engine"]
+    )
+    words = f"In an engine, {PROMPTS} requests at once, each at one of the temperatures: {engines}. {found['machine']}, torch {found['torch']}, one thread"
+    return f"{_lines(found, THRESHOLDS, WARMTHS, 'a threshold')}\n\n{_same(found, THRESHOLDS)} {words}"
+
+
+def _lines(found: dict[str, Any], cases: dict[str, Case], temperatures: Sequence[float], what: str) -> str:
     lines = []
-    for case in CASES:
+    for case in cases:
         own = [row for row in found["rows"] if row["case"] == case]
         for states in STATES:
             by_temperature = [row for row in own if row["states"] == states]
@@ -123,14 +202,22 @@ def table_of(found: dict[str, Any]) -> str:
                 row["seconds"] for row in own if row["states"] == 0
             )
             lines.append([case if states == 0 else "", str(states), *forwards, f"{times:.1f}x"])
-    head = [f"{NEW} tokens, one a step", "`speculate`", *(f"forwards, temperature {t:g}" for t in TEMPERATURES), "time"]
-    same = "; ".join(f"{row['case']}, temperature {row['temperature']:g}: {row['differ']}" for row in found["same"])
+    head = [f"{NEW} tokens, {what}", "`speculate`", *(f"forwards, temperature {t:g}" for t in temperatures), "time"]
+    return table(head, lines)
+
+
+def _same(found: dict[str, Any], cases: dict[str, Case]) -> str:
+    rows = [row for row in found["same"] if row["case"] in cases]
+    same = "; ".join(f"{row['case']}, temperature {row['temperature']:g}: {row['differ']}" for row in rows)
+    return f"Texts of {rows[0].get('prompts', found['prompts']):,} prompts that differ with {FEW} states: {same}."
+
+
+def _laws(found: dict[str, Any]) -> str:
     laws = "; ".join(
         f"{row['case']}: chi-square {row['statistic']:g} with {row['freedom']} degrees of freedom, p = {row['probability']:g}"
         for row in found["law"]
     )
-    words = f"Texts of {found['prompts']:,} prompts that differ with {FEW} states: {same}. Law of {found['prompts']:,} texts: {laws}"
-    return f"{table(head, lines)}\n\n{words}. {found['machine']}, torch {found['torch']}, one thread"
+    return f"Law of {found['prompts']:,} texts: {laws}."
 
 
 def main() -> None:
@@ -138,27 +225,43 @@ def main() -> None:
         prog="python -m bench.speculation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=2000)
-    parser.add_argument("--again", action="store_true", help="measure the rows anew too")
+    parser.add_argument("--again", action="store_true", help="measure all anew")
     parser.add_argument("--to", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"machine": processor(), "torch": torch.__version__, "prompts": given.prompts}
     kept = json.loads(given.to.read_text()) if given.to.exists() and not given.again else {}
-    found["rows"] = kept.get("rows") or [
-        row(case, states, t) for case in CASES for states in STATES for t in TEMPERATURES
+    again = kept.get("prompts") != given.prompts
+    found |= {name: kept.get(name, []) for name in ("rows", "engine")}
+    found |= {name: [] if again else kept[name] for name in ("same", "law")}
+    timed: list[tuple[str, int, float]] = [
+        (case, states, t) for case in CASES for states in STATES for t in TEMPERATURES
     ]
-    found["same"] = [row for row in kept.get("same", []) if kept["prompts"] == given.prompts]
-    found["law"] = []
-    write(given.to, found)
+    timed += [(case, states, t) for case in THRESHOLDS for states in STATES for t in WARMTHS]
+    for case, states, t in timed:
+        if not _has(found["rows"], case=case, states=states, temperature=t):
+            found["rows"].append(row(case, states, t))
+            write(given.to, found)
+    several = [(case, t) for case in MANY for t in TEMPERATURES] + [(case, t) for case in THRESHOLDS for t in WARMTHS]
+    for case, t in several:
+        prompts = given.prompts if case in CASES else given.prompts // 10
+        if not _has(found["same"], case=case, temperature=t):
+            differ = differing(case, prompts, t)
+            found["same"].append({"case": case, "temperature": t, "prompts": prompts, "differ": differ})
+            write(given.to, found)
+            Console().print(found["same"][-1])
     for case in MANY:
-        for temperature in TEMPERATURES:
-            wanted = {"case": case, "temperature": temperature}
-            if not any(wanted.items() <= row.items() for row in found["same"]):
-                found["same"].append({**wanted, "differ": differing(case, given.prompts, temperature)})
-                write(given.to, found)
-        found["law"].append({"case": case, **law(case, given.prompts)})
-        write(given.to, found)
-        Console().print(found["same"], found["law"])
+        if not _has(found["law"], case=case):
+            found["law"].append({"case": case, **law(case, given.prompts)})
+            write(given.to, found)
+    for case in list(THRESHOLDS)[:2]:
+        if not _has(found["engine"], case=case):
+            found["engine"].append(engine(case, 7))
+    write(given.to, found)
+
+
+def _has(rows: list[dict[str, Any]], **wanted: Any) -> bool:
+    return any(wanted.items() <= row.items() for row in rows)
 
 
 if __name__ == "__main__":

@@ -150,21 +150,30 @@ class Session:
         """Whether a callback wants tokens as soon as they are final."""
         return self.on_tokens is not None
 
-    def new_cache(self, page_size: int | None, extra: int = 0, copies: int = 1, drafts: int = 0, **options: Any) -> Any:
+    def new_cache(
+        self,
+        page_size: int | None,
+        extra: int = 0,
+        copies: int = 1,
+        drafts: int = 0,
+        pooled: bool = True,
+        **options: Any,
+    ) -> Any:
         """A cache with room for every prompt, all its new tokens and `extra` more, `copies` times; paged if `page_size`
         is given.
 
-        Up to `drafts` rows of a forward may be rejected, which matters to recurrent states and windows. The `options`
-        are the model's own.
+        Up to `drafts` rows of a forward may be rejected, which matters to recurrent states and windows. If not `pooled`,
+        it takes no pages from the pool of the session. The `options` are the model's own.
         """
         batch, length = copies * self.batch, self.max_new_tokens + extra
         paged: dict[str, Any] = {} if page_size is None else {"kind": "paged", "page_size": page_size}
-        if self.pool is not None:
-            paged = {"pool": self.pool}
+        pool = self.pool if pooled else None
+        if pool is not None:
+            paged = {"pool": pool}
         elif drafts and paged and self.sheds:
             paged["drafts"] = drafts
         cache = self.model.new_cache(batch, self.longest + length, **paged, **options)
-        if page_size is not None and self.pool is None:
+        if page_size is not None and pool is None:
             # All pages at once, so that the loop never needs the host-side allocator.
             cache.reserve_([len(prompt) + length for prompt in self.prompts] * copies)
         if drafts and hasattr(cache, "reserve_drafts_"):

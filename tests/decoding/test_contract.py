@@ -103,6 +103,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         *({"block_size": 4, "threshold": None, "steps_per_block": steps} for steps in (None, 1, 3)),
         {"block_size": 4, "refresh": "bidirectional"},
         {"block_size": 4, "top_k": 5, "top_p": 0.8, "min_p": 0.05},
+        {"block_size": 4, "threshold": 0.24, "speculate": 3},
     ],
     "fast_dllm_v2": [
         {"block_size": 4, "small_block_size": 2, "threshold": 0.4},
@@ -428,7 +429,7 @@ def test_a_shorter_text_is_the_beginning_of_a_longer_one(method: str, kind: str)
     ("method", "kind", "form"), [case for case in CASES if find(case[0]).wing == "causal" and case[2]], ids=label
 )
 def test_a_shorter_text_is_the_beginning_of_a_longer_one_in_every_form(method: str, kind: str, form: Any) -> None:
-    if method != "block_diffusion":
+    if method not in ("block_diffusion", "fast_dllm_v2"):  # a limit cuts their last blocks
         check_beginnings(method, kind, form, [{"temperature": 0.9}])
 
 

@@ -17,12 +17,14 @@ from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, float_of, unfinished
 from pdkernels.generation.session import Session, is_end
 from pdkernels.generation.traces import MaskedStep
+from pdkernels.ops import TokenStatistics
 
 
 class CanvasSteps(Steps):
     """An entry has `pending`, 1 while a sequence has masks that it needs; `accepted`, how many were filled; `taking`,
-    whether it takes part in the next round; the last window, from `first` up to `last`; the `answer`, its new
-    positions; and fp64 `scores` of the window's positions, as bits.
+    whether it takes part in the next round; `ran`, 1 if the last round had a forward for it, 0 if it took rows of an
+    earlier one, -1 if it waited; the last window, from `first` up to `last`; the `answer`, its new positions; and fp64
+    `scores` of the window's positions, as bits.
 
     A sequence that joins has as many new positions as the others: windows and schedules are made for their number.
 
@@ -42,7 +44,7 @@ class CanvasSteps(Steps):
         self.offsets = torch.arange(self.limit, device=device)
         self.cache, self.seeds, self.ends = forward.cache, canvas.seeds, session.ends_on(device)
         self.number = canvas.prompt_lengths.new_zeros(batch)  # of each sequence's last forward
-        columns = {"form": None, "taking": None, "first": None, "last": None}
+        columns = {"form": None, "taking": None, "ran": None, "first": None, "last": None}
         self.entry = Entry(batch, device, **columns, answer=self.limit, scores=len(self.slot))
 
     @property
@@ -73,8 +75,8 @@ class CanvasSteps(Steps):
         self.number.zero_()
         entry = self.entry
         entry.table.zero_()
-        entry.pending.fill_(1)
-        entry.taking.fill_(1)
+        for column in (entry.pending, entry.taking, entry.ran):
+            column.fill_(1)
         entry.answer.fill_(self.canvas.mask_token)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
@@ -95,7 +97,9 @@ class CanvasSteps(Steps):
         entry.last.copy_(windows[:, 1])
         return Step(windows, positions, False, self.number[:, None]), rule
 
-    def _fill(self, step: Step, rule: dict[str, Any], hidden: torch.Tensor, first_row: torch.Tensor | None) -> None:
+    def _fill(
+        self, step: Step, rule: dict[str, Any], hidden: torch.Tensor, first_row: torch.Tensor | None
+    ) -> TokenStatistics:
         canvas, entry = self.canvas, self.entry
         guesses = canvas.guess(hidden, step, first_row)
         scores = canvas.turns(step) if self.random else guesses.probs
@@ -110,15 +114,20 @@ class CanvasSteps(Steps):
         entry.accepted.copy_(done.committed.masked_fill(no_choice, -1))
         entry.pending.masked_fill_(complete | no_choice, 0)
         self._move(masks)
+        return guesses
 
     def opened(self, session: Session, rows: Rows) -> int:
         session.canvas = CanvasRecord(session, self.canvas.mask_token)
         return 0  # the prompts have no forward of their own
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        record, taking_part = session.canvas, [row.taking > 0 for row in before]
+        pairs = zip(before, rows, strict=True)
+        record, taking_part = session.canvas, [old.taking > 0 and new.ran >= 0 for old, new in pairs]
+        ran = any(takes and row.ran > 0 for takes, row in zip(taking_part, rows, strict=True))
         if any(taking_part):
             record.begin(taking_part)
+            if not ran:
+                record.reuse()
         for sequence, (old, new, taking) in enumerate(zip(before, rows, taking_part, strict=True)):
             if not taking:
                 continue
@@ -126,7 +135,7 @@ class CanvasSteps(Steps):
             if session.trace is not None:
                 session.trace[sequence].append(self._traced(session.prompts[sequence], old, new))
             record.look(sequence, new.answer, no_choice=False)
-        return sum(taking_part)
+        return sum(taking_part) if ran else 0
 
     def provisional(self, session: Session, before: Row | None, row: Row) -> list[int | None]:
         return unfinished(row.answer[len(session.tokens[0]) :], self.canvas.mask_token, session.end_tokens)

@@ -18,6 +18,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding.canvas.canvas import share
+from pdkernels.decoding.canvas.states import checked_states
 from pdkernels.decoding.causal._block_states import BlockStates
 from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding.grammar_fill import Guessed, joint_guesses, settle_
@@ -34,7 +35,7 @@ from pdkernels.generation.noise import (
     statistics,
     suppress_,
 )
-from pdkernels.generation.session import Session, has_no_choice, is_end
+from pdkernels.generation.session import Session, has_no_choice, is_end, to_device_async
 from pdkernels.generation.traces import DenoiseStep
 from pdkernels.masks import TilePlan, full
 from pdkernels.models.architectures.sampler_head import SamplerHead
@@ -45,7 +46,6 @@ _OP = "decoding.block_diffusion"
 Refresh = Literal["causal", "bidirectional"]
 
 _SIZES = (4, 8, 16, 32)  # of blocks, if it is chosen
-_MOST_STATES = 64
 _GAIN = 1.37  # tokens per forward of a block over those of one of half its size: the oracle's in Table 4
 
 
@@ -53,7 +53,8 @@ class BlockSteps(Steps):
     """Not the tokens of autoregressive decoding: a filled slot is never revised.
 
     An entry has `pending`, 1 while a sequence needs tokens; `accepted`, the slots that were filled; `taking`, whether
-    the sequence takes part in the next round; and the `block`. Form 1 is a refresh.
+    the sequence takes part in the next round; `ran`, 1 if the last round had a forward for it, 0 if it took rows of an
+    earlier one, -1 if it waited; and the `block`. Form 1 is a refresh.
 
     Args:
         block_size: tokens per block. "auto" takes 4, 8, 16 or 32: the size with the most tokens for the measured time of
@@ -69,8 +70,7 @@ class BlockSteps(Steps):
         sampler: a trained network whose scores replace the confidence; for temperature 0. It leaves slots after an end
             token masked.
         speculate: further states of a block that a forward computes, those that the coming steps may reach. A step whose
-            state is among them needs no forward; the tokens are the same. With threshold=None, and without a grammar, a
-            bias or penalties.
+            state is among them needs no forward; the tokens are the same. Without a grammar, a bias or penalties.
     """
 
     forms = ("step", "refresh")
@@ -91,13 +91,11 @@ class BlockSteps(Steps):
         sampler: SamplerHead | None = None,
         speculate: int = 0,
     ) -> None:
-        valid = type(speculate) is int and 0 <= speculate <= _MOST_STATES
-        check(valid, _OP, "speculate", f"be an int from 0 to {_MOST_STATES}", speculate)
-        check(not speculate or threshold is None, _OP, "threshold", "be None with speculate", threshold)
+        checked_states(_OP, speculate)
         # Filters know the rows of a batch by the sequence they belong to, and states are further rows.
         filtered = isinstance(session.model, FilteredModel)
         check(not speculate or not filtered, _OP, "speculate", "be 0 with a grammar, a bias or penalties", speculate)
-        self.lacks = self.needs_host = "`speculate` above 0" if speculate else ""
+        self.needs_host = "`speculate` above 0" if speculate else ""
         size, chosen = checked_block_size(_OP, block_size, _SIZES[-1])
         if threshold is not None:
             checked_number(_OP, "threshold", threshold)
@@ -150,6 +148,12 @@ class BlockSteps(Steps):
     def state(self) -> tuple[torch.Tensor, ...]:
         return *super().state, self.limits, self.written, self.passes, self.forward
 
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        super().admit(row, other, length, capacity, other_row)
+        if self.states is not None:
+            assert isinstance(other, BlockSteps) and other.states is not None
+            self.states.admit(row, other.states, other_row)
+
     def joined(self) -> None:
         self._look()  # sequences that wait for a refresh wait for the new one too
 
@@ -196,26 +200,24 @@ class BlockSteps(Steps):
         self._look()
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        model, entry, block, filled = self.model, self.entry, self.entry.block, self.filled
-        hidden = self._hidden()
-        self.forward += entry.taking
+        model, block, filled = self.model, self.entry.block, self.filled
+        hidden, taking = self._hidden()
+        self.forward += taking
         stop = self.block_size - filled
         if self.network is None:
             positions = self.cache.lengths[:, None] + self.slot[filled:]
-            ends = entry.taking * stop
+            ends = taking * stop
             # Neither temperature nor filters nor noise enter the confidence.
             ids, confidence = self.sampler.guess(
                 model, hidden[:, filled:], positions, self.seeds, self.forward[:, None], (self.mask_token,)
             )
         else:
             before_end = self._is_end().cumsum(1) == 0
-            ends = entry.taking * (before_end.sum(1) - filled).clamp(min=0)
+            ends = taking * (before_end.sum(1) - filled).clamp(min=0)
             able = (block == self.mask_token) & (self.slot < ends[:, None] + filled)
             judged = judged_guesses(model, hidden, block, able, self.mask_token, self.network)
             ids, confidence = (column[:, filled:] for column in judged)
-        no_choice = ((confidence.isnan() | (ids < 0)) & (block[:, filled:] == self.mask_token)).any(1) & (
-            entry.taking > 0
-        )
+        no_choice = ((confidence.isnan() | (ids < 0)) & (block[:, filled:] == self.mask_token)).any(1) & (taking > 0)
         number = self.passes.clamp(max=len(self.quotas) - 1)
         guessed, grammar = None, self.session.grammar
         if grammar is not None:
@@ -238,23 +240,53 @@ class BlockSteps(Steps):
             unfiltered = self.session.plain(model.logits(hidden))[:, filled:]
             tokens, places = block[:, filled:], self.cache.lengths[:, None] + self.slot[filled:]
             self.session.note(unfiltered, tokens, places, masked & (tokens != self.mask_token))
-        self.passes += 1
+        self.passes += taking
         if self.states is not None:
-            self.states.expect(block, ids, confidence, entry.taking, filled, self.mask_token)
+            self._expect(self.states, hidden, ids, confidence, taking)
         self._found(no_choice, done.committed)
         self._look()
 
-    def _hidden(self) -> torch.Tensor:
-        """Of all rows of the blocks."""
-        block, mask = self.entry.block, self.bidirectional
+    def _hidden(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all rows of the blocks; and which sequences take the step, 0 or 1 each."""
+        entry, mask = self.entry, self.bidirectional
         if self.states is None:
-            hidden: torch.Tensor = self.model.hidden(block, cache=self.cache, counts=self.nothing, mask=mask)
-            return hidden
-        quotas = self.quotas.tolist()
-        coming = [quotas[n:] for n in self.passes.tolist()]
-        hidden, ran = self.states.hidden(self.model, block, self.entry.taking, mask, coming)
-        self.entry.ran.fill_(ran)
-        return hidden
+            hidden: torch.Tensor = self.model.hidden(entry.block, cache=self.cache, counts=self.nothing, mask=mask)
+            return hidden, entry.taking
+
+        def forward(blocks: torch.Tensor, cache: Any, copies: int) -> torch.Tensor:
+            rows: torch.Tensor = self.model.hidden(blocks, cache=cache, counts=self.nothing.repeat(copies), mask=mask)
+            return rows
+
+        device, active = entry.table.device, [taking > 0 for taking in entry.taking.tolist()]
+        texts = [tuple(text) for text in entry.block.tolist()]
+        stepping, runs = self.states.stepping(texts, active)
+        if runs:
+            # With a threshold a step fills what reaches it: any of the surest guesses.
+            quotas = [1] * self.block_size if self.threshold is not None else self.quotas.tolist()
+            coming = [quotas[min(n, len(quotas)) :] if self.threshold is None else quotas for n in self.passes.tolist()]
+            self.states.compute(forward, texts, active, coming, self.cache.lengths.tolist(), device)
+        moved = to_device_async([[int(takes), int(runs) if takes else -1] for takes in stepping], device)
+        entry.ran.copy_(moved[:, 1])
+        return self.states.hidden(texts, stepping), moved[:, 0]
+
+    def _expect(
+        self,
+        states: BlockStates,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        confidence: torch.Tensor,
+        taking: torch.Tensor,
+    ) -> None:
+        """Takes guesses for the next step: those of this one, or what this one would draw with the numbers of the next."""
+        filled = self.filled
+        if self.network is None and not self.sampler.greedy:
+            positions = self.cache.lengths[:, None] + self.slot[filled:]
+            ids, confidence = self.sampler.guess(
+                self.model, hidden[:, filled:], positions, self.seeds, self.forward[:, None] + 1, (self.mask_token,)
+            )
+        texts = [tuple(text) for text in self.entry.block.tolist()]
+        slots = [range(filled, self.block_size)] * len(texts)
+        states.expect(texts, slots, ids, confidence, [takes > 0 for takes in taking.tolist()], self.mask_token)
 
     def _what_is_guessed(self, grammar: GrammarRows, hidden: torch.Tensor) -> Guessed:
         """For `grammar`, with the rows of `hidden` of a filtered model."""
@@ -302,11 +334,10 @@ class BlockSteps(Steps):
         return session.batch
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        ran = rows[0].ran
-        taken_part: int = sum(row.taking for row in before) * ran
-        session.forwards += ran and taken_part > 0
+        taken_part = sum(old.taking > 0 and row.ran > 0 for old, row in zip(before, rows, strict=True))
+        session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
-            if not old.taking:
+            if not old.taking or row.ran < 0:
                 continue
             if old.form:
                 self._begun(session, sequence, row)

@@ -15,15 +15,22 @@ phase.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
+from pdkernels.decoding.canvas.states import checked_states
+from pdkernels.decoding.causal._block_states import BlockStates
 from pdkernels.generation.noise import checked_flag, checked_mask_token, checked_number, checked_size
 from pdkernels.generation.session import Session
 from pdkernels.masks import block_causal
 from pdkernels.models.capabilities import rows_ahead
+from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.fast_dllm_v2"
 
@@ -38,6 +45,7 @@ def decode(
     block_cache: bool = True,
     edit_threshold: float | None = None,
     max_edits: int = 16,
+    speculate: int = 0,
     mask_token: int | None = None,
     page_size: int | None = None,
 ) -> int:
@@ -56,6 +64,10 @@ def decode(
             nothing in it. At temperature 0, for rows that predict their own tokens, with small blocks as large as the
             block. None: tokens stay.
         max_edits: maximum number of forwards that edit a block without masks.
+        speculate: further states of a block that a forward computes, those that the coming steps may reach. A step whose
+            state is among them needs no forward, not even the last one over a complete block; the tokens are the same.
+            Where forwards run whole blocks: with small blocks as large as the block, or without `block_cache`; and
+            without `edit_threshold`.
         temperature: sampling temperature of the guesses; their confidence is their probability at that temperature,
             after filters, which apply above 0 only.
 
@@ -84,26 +96,62 @@ def decode(
     checked_size(_OP, "max_edits", max_edits)
     if edit_threshold is not None:
         _check_edits(session, edit_threshold, kind[1] == "own", small_block_size == block_size)
+    if checked_states(_OP, speculate) > 0:
+        whole = small_block_size == block_size or not block_cache
+        check(whole, _OP, "speculate", "be 0 with small blocks and block_cache", speculate, "Pass block_cache=False.")
+        check(edit_threshold is None, _OP, "speculate", "be 0 with edit_threshold", speculate)
     canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing, "sampling"))
     if not canvas.unfinished:
         return canvas.finish()
     blocks = Blocks(session, canvas, block_size, small_block_size, steps, block_cache, page_size)
+    if speculate:
+        states = BlockStates(session, blocks.cache, blocks.width, 1 + speculate, page_size)
+        return _fill_speculating(canvas, blocks, states, threshold)
     edits = None if edit_threshold is None else Edits(canvas, edit_threshold, max_edits)
     if blocks.prompts():
         canvas.poll()
     while canvas.unfinished:
         canvas.begin()
-        step, hidden = blocks.forward()
-        guesses = canvas.guess(hidden, step, step.columns[0])
-        minimum = step.columns[3]
-        canvas.commit(
-            step, guesses.ids, guesses.probs, threshold=threshold, strict=True, min_count=minimum, quota=minimum
-        )
+        step = blocks.next(canvas.active)
+        hidden = blocks.forward(step)
+        blocks.commit(step, hidden, threshold)
         if edits is not None:
             edits.write(hidden, blocks.all, step.columns[0])
         canvas.poll()
         if edits is not None:
             edits.settle(blocks.all)
+        blocks.move_on()
+    return canvas.finish()
+
+
+def _fill_speculating(canvas: Canvas, blocks: Blocks, states: BlockStates, threshold: float) -> int:
+    """The loop with `states` of each block. A sequence whose state is known steps on, while the others wait."""
+    if blocks.prompts():
+        canvas.poll()
+    while canvas.unfinished:
+        texts = blocks.texts()
+        stepping, runs = states.stepping(texts, canvas.active)
+        canvas.begin(stepping)
+        if not runs:
+            canvas.reuse()
+        step = blocks.next(stepping)
+        if runs:
+            coming = [blocks.coming(number, threshold) for number in range(len(texts))]
+            starts = [block.start for block in blocks.all]
+            forward = partial(blocks.run, step)
+            states.compute(forward, texts, stepping, coming, starts, canvas.tokens.device)
+        guesses = blocks.commit(step, states.hidden(texts, stepping), threshold)
+        canvas.poll()
+        for number, (block, text) in enumerate(zip(blocks.all, texts, strict=True)):
+            if stepping[number] and block.complete:
+                states.keep(number, text, block.end)
+                states.begin([number])
+        slots = [
+            [at - block.start if at >= 0 else at for at in row]
+            for row, block in zip(step.positions.tolist(), blocks.all, strict=True)
+        ]
+        going_on = [takes and not block.complete for takes, block in zip(stepping, blocks.all, strict=True)]
+        states.expect(blocks.texts(), slots, guesses.ids, guesses.probs, going_on, canvas.mask_token)
         blocks.move_on()
     return canvas.finish()
 
@@ -166,6 +214,8 @@ class Block:
 
     def __init__(self, start: int, shift: int) -> None:
         self.start, self._shift = start, shift  # a row predicts the position this many after it
+        self.end, self.rows, self.window = start, (start, start), (start, start)
+        self.complete, self.whole = False, True
         self.kept = False  # K and V of the block are in the cache
         self.step, self._first = -1, -1
         self.edits = 0  # forwards over the block without masks, if such edit it
@@ -207,8 +257,9 @@ class Blocks:
         self._sizes, self._keep = (block_size, small_block_size), keep
         self._steps = small_block_size if steps is None else min(steps, small_block_size)
         self._shift = rows_ahead(session.model)
-        self._cache = session.new_cache(page_size)
-        self._row = torch.arange(min(block_size, canvas.tokens.shape[1]), device=canvas.tokens.device)
+        self.cache = session.new_cache(page_size)
+        self.width = min(block_size, canvas.tokens.shape[1])
+        self._row = torch.arange(self.width, device=canvas.tokens.device)
         self._blocks = self.all = [Block(start // block_size * block_size, self._shift) for start in canvas.starts]
 
     def prompts(self) -> bool:
@@ -222,29 +273,56 @@ class Blocks:
         mask = block_causal(width, self._sizes[0]).plan(64, 64, tokens.device)
         next_tokens = [self._shift * (start == n) for start, n in zip(starts, canvas.starts, strict=True)]
         step = canvas.open([(0, count) for count in next_tokens], [starts])
-        hidden = session.model.hidden(tokens, cache=self._cache, counts=step.columns[0], mask=mask)
+        hidden = session.model.hidden(tokens, cache=self.cache, counts=step.columns[0], mask=mask)
         guesses = canvas.guess(hidden, step)
         canvas.commit(step, guesses.ids, guesses.probs)
         return True
 
-    def forward(self) -> tuple[Step, torch.Tensor]:
-        """What may be filled, and hidden states of the rows from ``step.columns[0]`` on."""
+    def next(self, stepping: Sequence[bool]) -> Step:
+        """What the next forward may fill in the sequences that take it, from row ``step.columns[0]`` on."""
         canvas, blocks = self._canvas, self._blocks
-        on = canvas.active
-        for block, answer, prompt in zip(blocks, canvas.answers, canvas.starts, strict=True):
-            block.look(answer, canvas.mask_token, prompt, self._sizes, self._keep)
+        for block, answer, prompt, takes in zip(blocks, canvas.answers, canvas.starts, stepping, strict=True):
+            if takes:
+                block.look(answer, canvas.mask_token, prompt, self._sizes, self._keep)
         windows = [(block.window[0] - n, block.window[1] - n) for block, n in zip(blocks, canvas.starts, strict=True)]
         first, last = ([block.rows[side] for block in blocks] for side in range(2))
-        counts = [active * (there - here) for active, here, there in zip(on, first, last, strict=True)]
+        counts = [takes * (there - here) for takes, here, there in zip(stepping, first, last, strict=True)]
         small, ends = self._sizes[1], [block.end for block in blocks]
         minimum = [1 if block.complete else share(small, self._steps, block.step) for block in blocks]
-        step = canvas.open(windows, [first, counts, ends, minimum])
-        wide = any(active and block.whole for active, block in zip(on, blocks, strict=True))
+        return canvas.open(windows, [first, counts, ends, minimum])
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Hidden states of the rows of `step`."""
+        canvas, small = self._canvas, self._sizes[1]
+        wide = any(active and block.whole for active, block in zip(canvas.active, self._blocks, strict=True))
         rows = step.columns[0][:, None] + self._row[: None if wide else small]
         tokens = canvas.tokens.gather(1, rows.clamp(max=canvas.tokens.shape[1] - 1))
-        return step, self._session.model.recompute(
-            tokens, self._cache, step.columns[0], counts=step.columns[1], visible=step.columns[2]
-        )
+        return self.run(step, tokens, self.cache)
+
+    def run(self, step: Step, tokens: torch.Tensor, cache: Any, copies: int = 1) -> torch.Tensor:
+        """A forward over `tokens`, with the rows of `step` for each of several copies."""
+        starts, counts, ends = (column.repeat(copies) for column in step.columns[:3])
+        hidden: torch.Tensor = self._session.model.recompute(tokens, cache, starts, counts=counts, visible=ends)
+        return hidden
+
+    def commit(self, step: Step, hidden: torch.Tensor, threshold: float) -> TokenStatistics:
+        """Fills what `step` fills, and returns the guesses."""
+        guesses, minimum = self._canvas.guess(hidden, step, step.columns[0]), step.columns[3]
+        rule = {"threshold": threshold, "strict": True, "min_count": minimum, "quota": minimum}
+        self._canvas.commit(step, guesses.ids, guesses.probs, **rule)
+        return guesses
+
+    def texts(self) -> list[tuple[int, ...]]:
+        """The block of each sequence, as of the last poll."""
+        canvas, size = self._canvas, self._sizes[0]
+        prompts = zip(self._blocks, self._session.prompts, canvas.answers, strict=True)
+        return [tuple((prompt + answer)[block.start : block.start + size]) for block, prompt, answer in prompts]
+
+    def coming(self, number: int, threshold: float) -> list[int]:
+        """How many positions the next steps of a sequence may fill: with a threshold that can be reached, any number."""
+        small, step = self._sizes[1], max(self._blocks[number].step, 0)
+        shares = [share(small, self._steps, min(n, self._steps - 1)) for n in range(step, step + small)]
+        return shares if threshold >= 1 else shares[:1] + [1] * small
 
     def move_on(self) -> None:
         """After a forward: moves to the next block if this one was complete."""

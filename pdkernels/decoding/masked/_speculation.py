@@ -8,11 +8,12 @@ several others. The choice of states by `ranked_sets` is ours; Spiffy calibrates
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from pdkernels.decoding.canvas.canvas import Canvas, Step, Window
-from pdkernels.decoding.canvas.states import groups_of, ranked_sets
+from pdkernels.decoding.canvas.states import following, most_likely
 from pdkernels.generation.session import Session, to_device_async
 
 Schedule = Sequence[tuple[Window, int]]  # the window of each step, and how many positions the step fills
@@ -23,18 +24,21 @@ class States:
 
     def __init__(self, session: Session, canvas: Canvas, states: int) -> None:
         self._session, self._canvas, self._states = session, canvas, states
-        self._cache = session.new_cache(None, copies=states)
-        self._visible = canvas.totals.repeat(states)
-        self._starts = torch.zeros_like(self._visible)
-        self._counts = session.ragged(self._visible)
+        self._new_cache = lambda: session.new_cache(None, copies=states, pooled=False)
+        self._cache: Any = None
         self._hidden = torch.empty(0)
-        self._computed: list[dict[tuple[int, ...], int]] = []
-        self._expected: list[list[int]] = [[] for _ in canvas.starts]
-        """Positions that the last step left, in the order in which they are expected."""
-        self._tokens: list[dict[int, int]] = [{} for _ in canvas.starts]
+        self._computed: list[dict[tuple[int, ...], int]] = [{} for _ in canvas.starts]
+        self._expected: list[list[tuple[int, int]]] = [[] for _ in canvas.starts]
+        """Position and guess of what the last step left, in the order in which they are expected."""
+
+    def begin(self, number: int) -> None:
+        """Nothing is known of a canvas."""
+        self._computed[number], self._expected[number] = {}, []
 
     def compute(self, next_quotas: Sequence[Sequence[int]]) -> None:
         """Runs the canvases, and states that come after them if the coming steps fill so many positions each."""
+        if self._cache is None:
+            self._cache = self._new_cache()
         answers = [self._drafts(number, quotas) for number, quotas in enumerate(next_quotas)]
         self._computed = [{state: copy for copy, state in reversed([*enumerate(states)])} for states in answers]
         canvas = self._canvas
@@ -45,25 +49,18 @@ class States:
             [*states[copy], *[0] * (width - len(states[copy]))] for copy in range(self._states) for states in answers
         ]
         new = to_device_async(lines, tokens.device)
-        at = torch.arange(tokens.shape[1], device=tokens.device) - canvas.prompt_lengths.repeat(self._states)[:, None]
-        is_new = (at >= 0) & (at < (self._visible - canvas.prompt_lengths.repeat(self._states))[:, None])
+        visible, starts = canvas.totals.repeat(self._states), canvas.prompt_lengths.repeat(self._states)
+        at = torch.arange(tokens.shape[1], device=tokens.device) - starts[:, None]
+        is_new = (at >= 0) & (at < (visible - starts)[:, None])
         tokens = torch.where(is_new, new.gather(1, at.clamp(0, width - 1)), tokens)
         hidden = self._session.model.recompute(
-            tokens, self._cache, self._starts, counts=self._counts, visible=self._visible
+            tokens, self._cache, torch.zeros_like(visible), counts=visible, visible=visible
         )
         self._hidden = hidden.unflatten(0, (self._states, -1))
 
     def _drafts(self, number: int, quotas: Sequence[int]) -> list[tuple[int, ...]]:
         """`states` texts of a sequence: its own, others that may follow it, and copies of its own in place of more."""
-        answer, expected, tokens = self._canvas.answers[number], self._expected[number], self._tokens[number]
-        groups = list(groups_of(expected, quotas))
-        texts = [tuple(answer)]
-        for chosen in ranked_sets(4 * self._states):
-            if len(texts) == self._states:
-                break
-            if chosen[-1] < len(groups):
-                filled = {place for group in chosen for place in groups[group]}
-                texts.append(tuple(tokens[n] if n in filled else token for n, token in enumerate(answer)))
+        texts = most_likely(tuple(self._canvas.answers[number]), self._expected[number], quotas, self._states)
         return texts + texts[:1] * (self._states - len(texts))
 
     def matching(self) -> list[int | None]:
@@ -78,20 +75,15 @@ class States:
 
     def expect(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor, stepping: Sequence[bool]) -> None:
         """Takes the guesses of a step for those of the next ones. Reads the device."""
-        rows = torch.stack([step.positions.double(), ids.double(), confidence.double()], -1).tolist()
-        for number, (row, steps, start) in enumerate(zip(rows, stepping, self._canvas.starts, strict=True)):
-            if not steps:
-                continue
-            answer, mask = self._canvas.answers[number], self._canvas.mask_token
-            guesses = [
-                (int(at) - start, int(token), confidence_there) for at, token, confidence_there in row if at >= 0
-            ]
-            left = [guess for guess in guesses if answer[guess[0]] == mask]
-            self._tokens[number] = {at: token for at, token, _ in left}
-            self._expected[number] = [at for at, _, _ in sorted(left, key=lambda guess: (-guess[2], guess[0]))]
+        rows = zip(step.positions.tolist(), ids.tolist(), confidence.double().tolist(), stepping, strict=True)
+        for number, (positions, tokens, scores, steps) in enumerate(rows):
+            if steps:
+                start, answer = self._canvas.starts[number], self._canvas.answers[number]
+                places = [at - start for at in positions]
+                self._expected[number] = following(answer, places, tokens, scores, self._canvas.mask_token)
 
 
-def _coming(schedule: Schedule) -> list[int]:
+def coming(schedule: Schedule) -> list[int]:
     """How many positions the steps of the current window fill."""
     return [quota for window, quota in schedule if window == schedule[0][0]]
 
@@ -100,7 +92,7 @@ def fill_speculating(session: Session, canvas: Canvas, schedules: Sequence[Sched
     """The loop of a sampler, with `speculate` states beside the canvas."""
     states, done = States(session, canvas, 1 + speculate), [0] * session.batch
     while any(on and n < len(schedule) for on, n, schedule in zip(canvas.active, done, schedules, strict=True)):
-        states.compute([_coming(schedule[n:]) for schedule, n in zip(schedules, done, strict=True)])
+        states.compute([coming(schedule[n:]) for schedule, n in zip(schedules, done, strict=True)])
         first = True
         while True:
             copies = states.matching()

@@ -14,15 +14,15 @@ import torch
 from pdkernels._validation import check
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Window, blocks_of, checked_masked_model, share
 from pdkernels.decoding.canvas.forward import WholeCanvas
+from pdkernels.decoding.canvas.states import checked_states
 from pdkernels.decoding.canvas.steps import CanvasSteps
-from pdkernels.decoding.masked._speculation import Schedule, fill_speculating
-from pdkernels.decoding.steps import with_defaults
+from pdkernels.decoding.masked._speculation import Schedule, States, coming, fill_speculating
+from pdkernels.decoding.steps import Steps, with_defaults
 from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.generation.params import MAX_SCALE
-from pdkernels.generation.session import Session
+from pdkernels.generation.session import Session, to_device_async
 
 _OP = "decoding.llada"
-_MOST_STATES = 64
 
 Remasking = Literal["low_confidence", "random"]
 Remainder = Literal["first", "spread"]
@@ -85,9 +85,7 @@ def decode(
     check(revise == 0 or not spread, _OP, "remainder", "be 'first' with revise, whose shares are equal", remainder)
     by_confidence = by_confidence_of_own(remasking, guidance) and not late_end
     check(revise == 0 or by_confidence, _OP, "revise", "be 0 with random remasking, late ends or guidance", revise)
-    if checked_speculation(speculate) > 0:
-        supported = by_confidence_of_own(remasking, guidance) and revise == 0
-        check(supported, _OP, "speculate", "be 0 with random remasking, guidance or revise", speculate)
+    if checked_speculation(speculate, remasking, guidance, revise) > 0:
         return fill_speculating(session, canvas, schedules(canvas, blocks, steps, spread), speculate)
     forward = WholeCanvas(session, canvas)
     if revise > 0:
@@ -102,17 +100,44 @@ class LladaSteps(CanvasSteps):
         chosen = with_defaults(decode, options)
         revise, steps = checked_number(_OP, "revise", chosen.pop("revise"), 1.0), chosen["steps"]
         spread = checked_name(_OP, "remainder", chosen.pop("remainder"), get_args(Remainder)) == "spread"
-        speculate = checked_speculation(chosen.pop("speculate"))
-        self.lacks = self.needs_host = (
-            "a `revise` above 0" if revise > 0 else "`speculate` above 0" if speculate else ""
-        )
+        speculate = checked_speculation(chosen.pop("speculate"), chosen["remasking"], chosen["guidance"], revise)
+        self.lacks = "a `revise` above 0" if revise > 0 else ""
+        self.needs_host = self.lacks or ("`speculate` above 0" if speculate else "")
         canvas, blocks = begin(_OP, session, **chosen)
         rows = [
             (first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks), spread)
         ]
         self.schedule = torch.tensor(rows, device=canvas.tokens.device)
+        self.windows: Schedule = [((first, last), quota) for first, last, quota in rows]
+        self.states = States(session, canvas, 1 + speculate) if speculate else None
         widest = max(last - first for first, last in blocks)
         self._build(session, canvas, WholeCanvas(session, canvas), widest, random=chosen["remasking"] == "random")
+
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        super().admit(row, other, length, capacity, other_row)
+        if self.states is not None:
+            self.states.begin(row)
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        states, canvas, entry = self.states, self.canvas, self.entry
+        if states is None:
+            super().step()
+            return
+        canvas.starts, canvas.answers = canvas.prompt_lengths.tolist(), entry.answer.tolist()
+        canvas.active = [taking > 0 for taking in entry.taking.tolist()]
+        copies = states.matching()
+        stepping = [on and copy is not None for on, copy in zip(canvas.active, copies, strict=True)]
+        runs = not any(stepping)
+        if runs:
+            states.compute([coming(self.windows[number:]) for number in self.number.tolist()])
+            copies, stepping = states.matching(), canvas.active
+        moved = to_device_async([[int(takes), int(runs) if takes else -1] for takes in stepping], entry.table.device)
+        entry.taking.copy_(moved[:, 0])
+        entry.ran.copy_(moved[:, 1])
+        step, rule = self._open()
+        guesses = self._fill(step, rule, states.hidden_of(copies), None)
+        canvas.answers = entry.answer.tolist()
+        states.expect(step, guesses.ids, guesses.probs, stepping)
 
     def _plan(self, first_only: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         # A sequence that is done stays at its last step, in which nothing is filled.
@@ -120,9 +145,10 @@ class LladaSteps(CanvasSteps):
         return first, last, {"quota": quota.contiguous()}
 
 
-def checked_speculation(speculate: int) -> int:
-    valid = type(speculate) is int and 0 <= speculate <= _MOST_STATES
-    check(valid, _OP, "speculate", f"be an int from 0 to {_MOST_STATES}", speculate)
+def checked_speculation(speculate: int, remasking: Remasking, guidance: float, revise: float) -> int:
+    checked_states(_OP, speculate)
+    supported = by_confidence_of_own(remasking, guidance) and revise == 0
+    check(supported or speculate == 0, _OP, "speculate", "be 0 with random remasking, guidance or revise", speculate)
     return speculate
 
 
