@@ -122,6 +122,9 @@ class FastDllmV2(Request, total=False):
     block_cache: bool
     edit_threshold: float | None
     max_edits: int
+    delete_token: int | None
+    split_token: int | None
+    speculate: int
     mask_token: int | None
     page_size: int | None
 

@@ -161,6 +161,7 @@ def test_rows_keep_their_bits_and_matrices_may_be_packed(folder: Path) -> None:
         ({"rope_scaling": {"type": "yarn"}}, NotImplementedError, "rope_scaling must be None"),
         ({"rotary_dim": 12}, NotImplementedError, "partial_rotary_factor must rotate an even part of 16 components"),
         ({"quantization_config": AWQ}, NotImplementedError, "quantization_config must be absent"),
+        ({"expert_capacity": 48}, NotImplementedError, "expert_capacity must be absent, got 48"),
         ({"n_group": 3}, ValueError, "config.json: groups must divide count (8) into groups of at least 2 experts"),
         ({"topk_group": 1}, ValueError, "chosen_groups must hold 3 experts, 2 each"),
         (

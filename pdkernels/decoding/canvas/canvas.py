@@ -486,6 +486,15 @@ class Canvas(CanvasRecord):
         new = (positions >= 0) & (guesses.ids != current) & (guesses.probs > above)
         self.tokens.scatter_(1, at, torch.where(new, guesses.ids, current))
 
+    def overwrite(self, step: Step, confidence: torch.Tensor, texts: torch.Tensor, changed: torch.Tensor) -> None:
+        """Puts `texts` ``(batch, R)`` at the positions of `step`, as a commit of `changed` ``(batch,)`` positions each."""
+        at, old = step.positions.clamp(min=0), self.tokens
+        if self._session.trace is not None:
+            self._records.append(Record(old.clone(), self._part, step.windows, step.positions, confidence))
+        self.tokens.scatter_(1, at, torch.where(step.positions >= 0, texts, old.gather(1, at)))
+        self._parts.append(self._part)
+        self._committed.append(changed)
+
     def poll(self) -> list[int]:
         """Reads the texts and `fact`, which it returns; updates which sequences are done, and emits their tokens."""
         shortest, values, before = min(self.starts), [], self.active

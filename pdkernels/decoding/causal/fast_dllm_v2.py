@@ -26,6 +26,7 @@ from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.decoding.canvas.states import checked_states
 from pdkernels.decoding.causal._block_states import BlockStates
+from pdkernels.decoding.causal._rewriting import EditRules, Rewriting
 from pdkernels.generation.noise import checked_flag, checked_mask_token, checked_number, checked_size
 from pdkernels.generation.session import Session
 from pdkernels.masks import block_causal
@@ -45,6 +46,8 @@ def decode(
     block_cache: bool = True,
     edit_threshold: float | None = None,
     max_edits: int = 16,
+    delete_token: int | None = None,
+    split_token: int | None = None,
     speculate: int = 0,
     mask_token: int | None = None,
     page_size: int | None = None,
@@ -64,6 +67,9 @@ def decode(
             nothing in it. At temperature 0, for rows that predict their own tokens, with small blocks as large as the
             block. None: tokens stay.
         max_edits: maximum number of forwards that edit a block without masks.
+        delete_token, split_token: ids with which a guess deletes its position, or inserts a mask before it (LLaDA2.2);
+            the rest of the block moves. Both or neither, with `edit_threshold`, and without a bias or penalties.
+            `max_edits` then counts the forwards over a block without masks that were there at its beginning.
         speculate: further states of a block that a forward computes, those that the coming steps may reach. A step whose
             state is among them needs no forward, not even the last one over a complete block; the tokens are the same.
             Where forwards run whole blocks: with small blocks as large as the block, or without `block_cache`; and
@@ -96,6 +102,7 @@ def decode(
     checked_size(_OP, "max_edits", max_edits)
     if edit_threshold is not None:
         _check_edits(session, edit_threshold, kind[1] == "own", small_block_size == block_size)
+    rules = _checked_rules(session, threshold, edit_threshold, max_edits, mask_token, delete_token, split_token)
     if checked_states(_OP, speculate) > 0:
         whole = small_block_size == block_size or not block_cache
         check(whole, _OP, "speculate", "be 0 with small blocks and block_cache", speculate, "Pass block_cache=False.")
@@ -107,6 +114,8 @@ def decode(
     if speculate:
         states = BlockStates(session, blocks.cache, blocks.width, 1 + speculate, page_size)
         return _fill_speculating(canvas, blocks, states, threshold)
+    if rules is not None:
+        return _fill_rewriting(canvas, blocks, Rewriting(session, canvas, rules))
     edits = None if edit_threshold is None else Edits(canvas, edit_threshold, max_edits)
     if blocks.prompts():
         canvas.poll()
@@ -154,6 +163,46 @@ def _fill_speculating(canvas: Canvas, blocks: Blocks, states: BlockStates, thres
         states.expect(blocks.texts(), slots, guesses.ids, guesses.probs, going_on, canvas.mask_token)
         blocks.move_on()
     return canvas.finish()
+
+
+def _fill_rewriting(canvas: Canvas, blocks: Blocks, rewriting: Rewriting) -> int:
+    """The loop in which tokens are deleted and inserted, too."""
+    if blocks.prompts():
+        canvas.poll()
+    while canvas.unfinished:
+        canvas.begin()
+        hidden = blocks.forward(blocks.next(canvas.active))
+        rewriting.write(hidden, blocks.all)
+        canvas.poll()
+        rewriting.settle(blocks.all)
+        blocks.move_on()
+    return canvas.finish()
+
+
+def _checked_rules(
+    session: Session,
+    threshold: float,
+    edit_threshold: float | None,
+    max_edits: int,
+    mask_token: int,
+    delete_token: int | None,
+    split_token: int | None,
+) -> EditRules | None:
+    """How LLaDA2.2 edits, if its tokens are given."""
+    names = ("delete_token", "split_token")
+    if delete_token is None and split_token is None:
+        return None
+    for name, token, other in zip(names, (delete_token, split_token), names[::-1], strict=True):
+        check(token is not None, _OP, name, f"be given with {other}", token)
+        valid = type(token) is int and 0 <= token < session.model.config.vocab_size
+        check(valid, _OP, name, f"be an id below vocab_size ({session.model.config.vocab_size})", token)
+        check(token != mask_token, _OP, name, "not be the mask token", token)
+    assert delete_token is not None and split_token is not None
+    check(delete_token != split_token, _OP, "split_token", "be another token than delete_token", split_token)
+    check(edit_threshold is not None, _OP, "delete_token", "be None without edit_threshold", delete_token)
+    check(not session.filters.any, _OP, "delete_token", "be None with a bias or penalties", delete_token)
+    assert edit_threshold is not None
+    return EditRules(threshold, edit_threshold, max_edits, mask_token, delete_token, split_token)
 
 
 def _check_edits(session: Session, threshold: float, predicts_own: bool, whole_blocks: bool) -> None:

@@ -55,6 +55,8 @@ def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
         if actual == computed and computed and name in fields.null:
             actual = None  # to its class, none of these
         demand(actual == computed, name, f"be {shown(computed)}", shown(actual))
+    capacity = fields.get("expert_capacity")  # LLaDA2.2: a block's tokens share so many experts
+    demand(not capacity, "expert_capacity", "be absent", shown(capacity))
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.maybe_integer("head_dim") or max(hidden // heads, 1)
     share = fields.number("partial_rotary_factor", 0.5, above=0)
