@@ -13,15 +13,15 @@ SUMMARY = "Parallel decoding of language models."
 VERSION_HELP = "Print the version."
 # The first sentences of the commands, as far as lines are wide.
 COMMANDS = {
-    "generate": "Continue a prompt; show which tokens were accepted drafts, and the cost of the generation.",
+    "generate": "Continue a prompt; show accepted drafts and the cost.",
     "batch": "Generate for all prompts of files. The same command resumes an interrupted run.",
     "chat": "Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures.",
     "serve": "Serve a model over HTTP, for any client of OpenAI's interface.",
-    "demo": "Answer questions in every way that gives the same tokens, and show the cost of each.",
-    "eval": "Compare decoding methods: right answers, tokens per forward, and speed against autoregressive decoding.",
+    "demo": "Answer questions in every lossless way; compare the cost.",
+    "eval": "Compare methods: right answers, tokens per forward, speed.",
     "methods": "List the decoding methods, or the options of some of them.",
-    "models": "List the models that can be loaded by name, with their sizes and methods; the first method is the default.",
-    "doctor": "Show versions, what was compiled, what each op uses on each device, huge pages, and whether another number of threads would be faster.",
+    "models": "List the models that can be loaded by name.",
+    "doctor": "Show versions, what was compiled, and what each op uses.",
 }
 
 

@@ -92,6 +92,12 @@ def test_no_table_is_empty(page: Path) -> None:
     assert not re.search(r"<!-- bench:[^>]+ -->\s*<!-- /bench -->", page.read_text()), "nothing between the marks"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_rows_follow_a_head(page: Path) -> None:
+    tables = re.findall(r"(?:^\|.*\n)+", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    assert all(re.match(r"\|.*\n\|[ :|-]+\|\n", table) for table in tables), "a blank line inside a table ends it"
+
+
 def test_families_of_checkpoints_are_named_wherever_they_are_listed() -> None:
     """The first name of each row of the table, without the size or the minor version of a model."""
     page = (ROOT / "docs" / "checkpoints.md").read_text().partition("```")[0]

@@ -133,9 +133,9 @@ def evaluate(
         Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures to this JSON file.")
     ] = None,
 ) -> None:
-    """Compare decoding methods: right answers, tokens per forward, and speed against autoregressive decoding.
+    """Compare methods: right answers, tokens per forward, speed.
 
-    Under torchrun the processes share the prompts.
+    Speed is that against autoregressive decoding. Under torchrun the processes share the prompts.
     """
     console = Output()
     with errors_reported(console), evaluation.launched_group() as group:

@@ -35,10 +35,6 @@ from pdkernels.decoding import SamplingParams
 COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
 
 
-CARDS = {"smollm2-135m-instruct": {"temperature": 0.2, "top_p": 0.9}}
-"""What model cards say, for packaged models without a generation_config.json."""
-
-
 class Chat:
     """A model, its decoding options, and the messages so far. Every turn processes the whole chat again."""
 
@@ -155,7 +151,7 @@ def chat(
             model,
             "Use generate to continue a text.",
         )
-        suggestion = {} if chosen.keys() & set(DRAWS) else settings(model) or CARDS.get(model, {})
+        suggestion = {} if chosen.keys() & set(DRAWS) else settings(model)
         if method is None:
             method, defaults = decoding.default_method(language_model, options, name=model)
             options = {**defaults, **options}
@@ -188,7 +184,7 @@ def talk(console: Console, chat: Chat) -> None:
         console.print(LEGEND)
     for line in questions(console):
         question = line.strip()
-        if question == "/exit":
+        if question in ("/exit", "/quit"):
             return
         if question == "/reset":
             chat.reset()

@@ -68,7 +68,7 @@ def demo(
     cache_dtype: flags.CacheDtype = None,
     threads: flags.Threads = None,
 ) -> None:
-    """Answer questions in every way that gives the same tokens, and show the cost of each.
+    """Answer questions in every lossless way; compare the cost.
 
     The ways take turns, so that other load on the machine affects all of them.
     """

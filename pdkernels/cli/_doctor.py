@@ -21,8 +21,10 @@ _CLEARLY = 1.2
 
 
 def doctor() -> None:
-    """Show versions, what was compiled, what each op uses on each device, huge pages, and whether another number of
-    threads would be faster."""
+    """Show versions, what was compiled, and what each op uses.
+
+    Also huge pages, and whether another number of threads would be faster.
+    """
     with errors_reported():
         typer.echo(show_config())
         typer.echo("\n".join(memory_lines()))

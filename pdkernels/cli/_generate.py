@@ -94,7 +94,7 @@ def generate(
     ] = None,
     **typed: Any,
 ) -> None:
-    """Continue a prompt; show which tokens were accepted drafts, and the cost of the generation."""
+    """Continue a prompt; show accepted drafts and the cost."""
     console = Output()
     with errors_reported(console):
         options: dict[str, Any] = {"block_size": block_size_of("generate", block_size)}

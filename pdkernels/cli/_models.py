@@ -46,7 +46,10 @@ def _facts() -> list[_Facts]:
 
 
 def list_models() -> None:
-    """List the models that can be loaded by name, with their sizes and methods; the first method is the default."""
+    """List the models that can be loaded by name.
+
+    With their sizes and methods; the first method is the default.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("model", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)

@@ -15,7 +15,7 @@ from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels.cli import _flags as flags
 from pdkernels.cli._settings import OF_REQUESTS, read_settings
-from pdkernels.cli._suggested import settings
+from pdkernels.cli._suggested import DRAWS, settings
 from pdkernels.cli._terminal import errors_reported, load, load_drafter, use_threads
 from pdkernels.engine import Engine
 from pdkernels.models import load_adapter
@@ -150,7 +150,13 @@ def serve(
                 console.print(Text(warning, "bold yellow"), soft_wrap=True)
             limits = Limits(seconds=timeout, shutdown=shutdown_timeout)
             console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
-            app_options: dict[str, Any] = {"sampling": settings(model), "limits": limits, "api_key": key}
+            console.print(Text(f"A page to try it: http://{host}:{port}/", "dim"), soft_wrap=True)
+            suggestion = settings(model)
+            if suggestion and not options.keys() & set(DRAWS):
+                values = ", ".join(f"{name} {value:g}" for name, value in suggestion.items())
+                note = f"Requests without these fields sample as the model's authors suggest: {values}."
+                console.print(Text(note, "dim"), soft_wrap=True)
+            app_options: dict[str, Any] = {"sampling": suggestion, "limits": limits, "api_key": key}
             app_options |= {"origins": allow_origin or (), "hosts": allow_host or (), "drafters": drafters}
             app_options |= {"allow_unload": allow_unload}
             app = create_app(engine, called, method=method, options=options, **app_options)

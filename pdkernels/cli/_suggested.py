@@ -14,6 +14,8 @@ DRAWS = [name for name in names_of("draw") if SETTINGS[name].transformers]
 _PENALTIES = [name for name in names_of("filter") if SETTINGS[name].kind == "number" and SETTINGS[name].transformers]
 _DEFAULTS = {"temperature": 1.0, "top_k": 50}
 """Transformers' own, where the file has none; others change nothing."""
+_CARDS = {"smollm2-135m-instruct": {"temperature": 0.2, "top_p": 0.9}}
+"""What model cards say, for packaged models without a generation_config.json."""
 
 
 def settings(model: str) -> dict[str, float]:
@@ -21,9 +23,11 @@ def settings(model: str) -> dict[str, float]:
 
     Empty for greedy decoding or no file.
 
-    >>> settings("tiny-code")
-    {}
+    >>> settings("tiny-code"), settings("smollm2-135m-instruct")
+    ({}, {'temperature': 0.2, 'top_p': 0.9})
     """
+    if model in _CARDS:
+        return dict(_CARDS[model])
     folder = Path(model)
     fields = read_fields(folder, FILE) if folder.is_dir() else None
     if fields is None or not fields.flag("do_sample", False):

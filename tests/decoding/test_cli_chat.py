@@ -107,6 +107,12 @@ def test_reset_and_the_other_commands(tiny: Transformer) -> None:
     assert result.stdout.count(command.COMMANDS) == 2 and "A new chat." in result.stdout
 
 
+@pytest.mark.parametrize("word", ["/exit", "/quit"])
+def test_a_chat_ends_at_a_word(tiny: Transformer, word: str) -> None:
+    result = run(f"{word}\nHello\n", "--model", "tiny", "--max-new-tokens", "6")
+    assert result.exit_code == 0 and "Hello" not in result.stdout
+
+
 def test_an_answer_ends_where_the_positions_do(tiny: Transformer) -> None:
     """And a chat without room for one gets an error in one sentence, and continues."""
     result = run(

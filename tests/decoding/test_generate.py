@@ -76,7 +76,12 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt": torch.zeros(0, dtype=torch.int64)}, ValueError, "prompt must hold at least one token"),
     ({"prompt": [1, VOCABULARY]}, ValueError, GENERATE + "prompt must hold ids in 0 .. 22, got 1 .. 23."),
     ({"prompt": [-1, 4]}, ValueError, GENERATE + "prompt must hold ids in 0 .. 22, got -1 .. 4."),
-    ({"prompt": "text"}, ValueError, GENERATE + "prompt must be token ids (the model has no tokenizer), got a str."),
+    (
+        {"prompt": "text"},
+        ValueError,
+        GENERATE
+        + "prompt must be token ids (the model has no tokenizer), got a str. Encode it, or give the model its tokenizer.",
+    ),
     ({"prompt": 5}, TypeError, GENERATE + "prompt must be text, token ids, messages or a list of these, got int."),
     (
         {"prompt": [[1, 2.5]]},

@@ -189,3 +189,9 @@ def test_a_tokenizer_without_a_template() -> None:
     stream = model.tokenizer.incremental()
     assert stream.feed([5]) + stream.feed([0, 6]) + stream.flush() == model.tokenizer.decode([5, 0, 6]) == "Hi there"
     assert model.tokenizer.decode_all([0, 5]) == "<s> Hi" and len(PROMPT) == 5
+
+
+def test_an_error_says_that_a_model_must_be_wrapped() -> None:
+    remedy = r"Pass pdkernels\.integrations\.transformers\.wrap\(model, tokenizer\)\.$"
+    with pytest.raises(TypeError, match=rf"got LlamaForCausalLM without it\. {remedy}"):
+        pd.decoding.generate(small(), PROMPT, max_new_tokens=2)

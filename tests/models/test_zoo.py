@@ -279,8 +279,18 @@ def test_unknown_name() -> None:
         models.load("tiny-cod")
     assert str(caught.value) == (
         "pdkernels.models.load: name_or_path must name a model or a local folder, got 'tiny-cod'. Did you mean 'tiny-code'? "
-        f"Models: {', '.join(models.available())}."
+        f"Models: {', '.join(models.available())}, smollm2-135m-instruct."
     )
+
+
+def test_a_gguf_file_that_is_missing_or_inside_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be a file that exists, got 'my\.gguf', which is missing\.$"):
+        models.load("my.gguf")
+    (tmp_path / "my.gguf").touch()
+    with pytest.raises(
+        ValueError, match=rf"must hold config\.json, got none in {tmp_path}\. Name the file: {tmp_path}/my\.gguf\.$"
+    ):
+        models.load(tmp_path)
 
 
 def test_bad_dtype() -> None:

