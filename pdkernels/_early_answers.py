@@ -25,6 +25,21 @@ COMMANDS = {
 }
 
 
+def is_command(command: Sequence[str]) -> bool:
+    """Whether a Python's arguments start the command line, as a script or as a module.
+
+    >>> is_command(["python", "/bin/pdkernels", "doctor"]), is_command(["python", "-m", "pdkernels", "doctor"])
+    (True, True)
+    >>> is_command(["python", "my.py", "pdkernels"]), is_command(["python", "-c", "import pdkernels"])
+    (False, False)
+    """
+    return command[1:3] == ["-m", "pdkernels"] or (len(command) > 1 and _is_script(command[1]))
+
+
+def _is_script(path: str) -> bool:
+    return os.path.basename(path).removesuffix(".exe") == "pdkernels"
+
+
 def question(command: Sequence[str]) -> str | None:
     """The one option of a command line that asks for the version or for help and for nothing else.
 
@@ -35,7 +50,7 @@ def question(command: Sequence[str]) -> str | None:
     >>> question(["python", "my.py", "pdkernels", "--version"]), question(["python", "/bin/pdkernels", "chat", "--help"])
     (None, None)
     """
-    script = len(command) == 3 and os.path.basename(command[1]).removesuffix(".exe") == "pdkernels"
+    script = len(command) == 3 and _is_script(command[1])
     asks = script or list(command[-3:-1]) == ["-m", "pdkernels"]
     return command[-1] if asks and command[-1] in ("--version", "--help") else None
 

@@ -175,6 +175,19 @@ print(ours[0].message)
     assert "the compiled library is missing (/nowhere/_ops.so)" in answer.stdout and "Build it with" in answer.stdout
 
 
+@pytest.mark.parametrize(
+    "command", [["python", "my.py"], ["python", "/bin/pdkernels", "doctor"]], ids=["import", "doctor"]
+)
+def test_an_old_torch_is_named(command: list[str]) -> None:
+    """Before the compiled ops, which do not load there; by the command line without a traceback."""
+    code = f"import sys, torch\nsys.orig_argv[:], torch.__version__ = {command}, '2.10.1+cu128'\nimport pdkernels"
+    answer = forked(code)
+    sentence = "pdkernels: torch 2.11 or newer is needed, but 2.10.1+cu128 is installed. Run: pip install 'torch>=2.11'"
+    start = "error: " if "doctor" in command else "ImportError: "
+    assert answer.returncode == 1 and answer.stderr.strip().splitlines()[-1] == start + sentence
+    assert ("Traceback" in answer.stderr) == ("doctor" not in command)
+
+
 def test_broken_library_is_an_import_error(tmp_path: Path) -> None:
     whole = _native.library_path().read_bytes()
     broken = [tmp_path / f"_ops-{part}.so" for part in (0.0, 0.001, 0.5, 0.95)]
