@@ -226,6 +226,9 @@ class Engine:
         within = f"be in 1 .. {most}, the engine's"
         check(1 <= max_new_tokens <= most, _OP, "max_new_tokens", within, max_new_tokens, remedy)
         session, single = prepare(self.model, prompt, chosen, params, options, on_tokens, **arguments)
+        if session.likely is not None:
+            fault = f"method {chosen.name!r} does not follow logprobs in a running batch: they are kept by a text's own forwards"
+            raise NotImplementedError(sentence(_OP, fault, "Call pdkernels.decoding.generate."))
         check(single, _OP, "prompt", "be one prompt", f"a batch of {session.batch}", "Submit each one.")
         remedy = f"Shorten it, or make the engine with Engine(max_prompt_tokens={session.longest})."
         within = f"have at most {longest} tokens, the engine's"
@@ -372,9 +375,6 @@ class Engine:
         assert method.steps is not None
         if session.grammar is not None and method.writes_in_parallel and not method.steps.follows_grammars:
             fault = f"method {method.name!r} does not follow a grammar in a running batch: what it fills at once must fit together"
-            raise NotImplementedError(sentence(_OP, fault, "Call pdkernels.decoding.generate."))
-        if session.likely is not None:
-            fault = f"method {method.name!r} does not follow logprobs in a running batch: they are kept by a text's own forwards"
             raise NotImplementedError(sentence(_OP, fault, "Call pdkernels.decoding.generate."))
         steps = Staging(method.steps, session, **options).steps
         unsupported = steps.lacks

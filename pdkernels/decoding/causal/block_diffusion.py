@@ -23,7 +23,6 @@ from pdkernels.decoding.causal._block_states import BlockStates
 from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding.grammar_fill import Guessed, joint_guesses, settle_
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, unfinished
-from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.grammar_rows import GrammarRows
 from pdkernels.generation.noise import (
     OWN,
@@ -93,8 +92,7 @@ class BlockSteps(Steps):
     ) -> None:
         checked_states(_OP, speculate)
         # Filters know the rows of a batch by the sequence they belong to, and states are further rows.
-        filtered = isinstance(session.model, FilteredModel)
-        check(not speculate or not filtered, _OP, "speculate", "be 0 with a grammar, a bias or penalties", speculate)
+        check(not speculate or not session.filters.any, _OP, "speculate", "be 0 with a grammar, a bias or penalties", speculate)
         self.needs_host = "`speculate` above 0" if speculate else ""
         size, chosen = checked_block_size(_OP, block_size, _SIZES[-1])
         if threshold is not None:
