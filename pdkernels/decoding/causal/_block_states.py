@@ -42,7 +42,7 @@ class BlockStates:
 
     def __init__(self, session: Session, cache: Any, block_size: int, states: int, page_size: int | None) -> None:
         self._states, self._cache, self._batch, self._width = states, cache, session.batch, block_size
-        self._new_copies = lambda: session.new_cache(page_size, copies=states, drafts=block_size, pooled=False)
+        self._session, self._page_size = session, page_size
         self._copies: Any = None
         self._known = [_Known() for _ in range(session.batch)]
 
@@ -90,7 +90,9 @@ class BlockStates:
 
     def _copy(self, active: Sequence[bool], lengths: Sequence[int]) -> None:
         if self._copies is None:
-            self._copies = self._new_copies()
+            self._copies = self._session.new_cache(
+                self._page_size, copies=self._states, drafts=self._width, pooled=False
+            )
         for number, (on, row, length) in enumerate(zip(active, self._known, lengths, strict=True)):
             if on and not row.copied:
                 for copy in range(self._states):

@@ -19,7 +19,7 @@ from pdkernels.decoding.canvas.canvas import Canvas, Step
 from pdkernels.generation.noise import suppress_
 from pdkernels.generation.session import Session, to_device_async
 
-Again = Callable[[int, set[int]], int]
+Redraw = Callable[[int, set[int]], int]
 """From a place of the block and tokens that are excluded to the most probable of the others."""
 
 
@@ -50,19 +50,19 @@ class BlockEdits:
     """Forwards without an original mask."""
     updates: int = 0
     seen: set[tuple[int, ...]] = field(default_factory=set)
-    written: dict[int, set[int]] = field(default_factory=dict)
+    history: dict[int, set[int]] = field(default_factory=dict)
     """What has been written at each place."""
     finished: bool = False
 
-    def rewritten(self, tokens: list[int], guesses: list[int], probs: list[float], again: Again) -> list[int]:
+    def rewritten(self, tokens: list[int], guesses: list[int], probs: list[float], redraw: Redraw) -> list[int]:
         """The block after a forward. `finished` from then on if it was the last update."""
         rules, guesses = self.rules, list(guesses)
         masked = [place for place, token in enumerate(tokens) if token == rules.mask_token]
-        left = sum(self.original[place] for place in masked)
+        original_masks = sum(self.original[place] for place in masked)
         self.updates += 1
-        self.edits += left == 0
+        self.edits += original_masks == 0
         last = self.edits >= rules.max_edits or self.updates > len(tokens) + rules.max_edits
-        fills = self._fills(masked, left, probs, last)
+        fills = self._fills(masked, original_masks, probs, last)
         places = [
             place
             for place, token in enumerate(tokens)
@@ -76,39 +76,39 @@ class BlockEdits:
         if last:
             for place in places:
                 if guesses[place] in special:
-                    guesses[place] = again(place, special)
+                    guesses[place] = redraw(place, special)
         elif tuple(tokens) in self.seen:
             # The least sure change becomes another one, so that states do not come again for ever.
             changing = [place for place in places if guesses[place] != tokens[place]]
             if changing:
                 place = min(changing, key=lambda n: (probs[n], n))
-                guesses[place] = again(place, self.written.get(place, set()) | {rules.mask_token})
+                guesses[place] = redraw(place, self.history.get(place, set()) | {rules.mask_token})
         self.seen.add(tuple(tokens))
         for place in places:
-            self.written.setdefault(place, set()).add(guesses[place])
+            self.history.setdefault(place, set()).add(guesses[place])
         after = self._moved(tokens, {place: guesses[place] for place in places})
         self.finished = last
         return after
 
-    def _fills(self, masked: list[int], left: int, probs: list[float], last: bool) -> set[int]:
+    def _fills(self, masked: list[int], original_masks: int, probs: list[float], last: bool) -> set[int]:
         """The masks that a forward fills: at least one that was there at the beginning, and all once none of these is left."""
-        if last or left == 0:
+        if last or original_masks == 0:
             return set(masked)
-        required = 1 + len(masked) - left
-        sure = [place for place in masked if probs[place] > self.rules.threshold]
-        if len(sure) < required:
-            sure = sorted(masked, key=lambda place: (-probs[place], place))[:required]
-        return set(sure)
+        required = 1 + len(masked) - original_masks
+        confident = [place for place in masked if probs[place] > self.rules.threshold]
+        if len(confident) < required:
+            confident = sorted(masked, key=lambda place: (-probs[place], place))[:required]
+        return set(confident)
 
     def _moved(self, tokens: list[int], new: dict[int, int]) -> list[int]:
         """The block with `new` tokens; those that delete and insert are followed, and positions keep their marks."""
         after: list[tuple[int, bool]] = []
         for place, (token, original) in enumerate(zip(tokens, self.original, strict=True)):
-            written = new.get(place, token)
-            if written == self.rules.split_token:
+            chosen = new.get(place, token)
+            if chosen == self.rules.split_token:
                 after += [(self.rules.mask_token, False), (token, original)]
-            elif written != self.rules.delete_token:
-                after.append((written, original))
+            elif chosen != self.rules.delete_token:
+                after.append((chosen, original))
         after += [(self.rules.mask_token, False)] * (len(tokens) - len(after))
         del after[len(tokens) :]
         self.original = [original for _, original in after]
@@ -131,24 +131,24 @@ class Rewriting:
         pairs = zip(canvas.active, blocks, canvas.starts, strict=True)
         places = [range(max(block.start, prompt), block.end) if on else range(0) for on, block, prompt in pairs]
         width = max(map(len, places))
-        padded = [[*own, *[-1] * (width - len(own))] for own in places]
+        padded = [[*span, *[-1] * (width - len(span))] for span in places]
         lines = [
-            [own.start, own.stop, block.start, *row] for own, block, row in zip(places, blocks, padded, strict=True)
+            [row.start, row.stop, block.start, *row] for row, block, row in zip(places, blocks, padded, strict=True)
         ]
         packed = to_device_async(lines, canvas.tokens.device)
         number = torch.zeros_like(packed[:, :1])  # nothing is drawn
         step = Step(packed[:, :2], packed[:, 3:], min(map(len, places)) == width, number)
         guesses = canvas.guess(hidden, step, packed[:, 2])
         rows = zip(places, guesses.ids.tolist(), guesses.probs.double().tolist(), strict=True)
-        written = [
+        rewritten = [
             self._rewritten(
-                sequence, own, ids[: len(own)], probs[: len(own)], hidden[sequence, own.start - block.start :]
+                sequence, row, ids[: len(row)], probs[: len(row)], hidden[sequence, row.start - block.start :]
             )
-            for (sequence, (own, ids, probs)), block in zip(enumerate(rows), blocks, strict=True)
+            for (sequence, (row, ids, probs)), block in zip(enumerate(rows), blocks, strict=True)
         ]
-        texts = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in written]
+        texts = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in rewritten]
         device = canvas.tokens.device
-        changed = to_device_async([[count] for _, count in written], device)[:, 0]
+        changed = to_device_async([[count] for _, count in rewritten], device)[:, 0]
         canvas.overwrite(step, guesses.probs, to_device_async(texts, device), changed)
 
     def _rewritten(
@@ -163,13 +163,13 @@ class Rewriting:
             return tokens, 0
         self._edits[sequence] = edits
 
-        def again(place: int, excluded: set[int]) -> int:
+        def redraw(place: int, excluded: set[int]) -> int:
             logits = model.logits(hidden[None, place : place + 1]).double()
             for token in excluded:
                 suppress_(logits, token)
             return int(logits.argmax(-1).item())
 
-        after = edits.rewritten(tokens, ids, probs, again)
+        after = edits.rewritten(tokens, ids, probs, redraw)
         return after, sum(new != old for new, old in zip(after, tokens, strict=True))
 
     def settle(self, blocks: Sequence[Bounds]) -> None:

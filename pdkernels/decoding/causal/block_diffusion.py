@@ -92,7 +92,13 @@ class BlockSteps(Steps):
     ) -> None:
         checked_states(_OP, speculate)
         # Filters know the rows of a batch by the sequence they belong to, and states are further rows.
-        check(not speculate or not session.filters.any, _OP, "speculate", "be 0 with a grammar, a bias or penalties", speculate)
+        check(
+            not speculate or not session.filters.any,
+            _OP,
+            "speculate",
+            "be 0 with a grammar, a bias or penalties",
+            speculate,
+        )
         self.needs_host = "`speculate` above 0" if speculate else ""
         size, chosen = checked_block_size(_OP, block_size, _SIZES[-1])
         if threshold is not None:
@@ -332,7 +338,7 @@ class BlockSteps(Steps):
         return session.batch
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        taken_part = sum(old.taking > 0 and row.ran > 0 for old, row in zip(before, rows, strict=True))
+        taken_part: int = sum(old.taking > 0 and row.ran > 0 for old, row in zip(before, rows, strict=True))
         session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
             if not old.taking or row.ran < 0:

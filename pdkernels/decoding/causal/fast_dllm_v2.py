@@ -357,7 +357,7 @@ class Blocks:
     def commit(self, step: Step, hidden: torch.Tensor, threshold: float) -> TokenStatistics:
         """Fills what `step` fills, and returns the guesses."""
         guesses, minimum = self._canvas.guess(hidden, step, step.columns[0]), step.columns[3]
-        rule = {"threshold": threshold, "strict": True, "min_count": minimum, "quota": minimum}
+        rule: dict[str, Any] = {"threshold": threshold, "strict": True, "min_count": minimum, "quota": minimum}
         self._canvas.commit(step, guesses.ids, guesses.probs, **rule)
         return guesses
 

@@ -24,7 +24,6 @@ class States:
 
     def __init__(self, session: Session, canvas: Canvas, states: int) -> None:
         self._session, self._canvas, self._states = session, canvas, states
-        self._new_cache = lambda: session.new_cache(None, copies=states, pooled=False)
         self._cache: Any = None
         self._hidden = torch.empty(0)
         self._computed: list[dict[tuple[int, ...], int]] = [{} for _ in canvas.starts]
@@ -38,7 +37,7 @@ class States:
     def compute(self, next_quotas: Sequence[Sequence[int]]) -> None:
         """Runs the canvases, and states that come after them if the coming steps fill so many positions each."""
         if self._cache is None:
-            self._cache = self._new_cache()
+            self._cache = self._session.new_cache(None, copies=self._states, pooled=False)
         answers = [self._drafts(number, quotas) for number, quotas in enumerate(next_quotas)]
         self._computed = [{state: copy for copy, state in reversed([*enumerate(states)])} for states in answers]
         canvas = self._canvas

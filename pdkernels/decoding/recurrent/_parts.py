@@ -245,7 +245,8 @@ def prefill(
 
 def new_cache(session: Session, page_size: int | None, core: Core) -> Any:
     """A cache for a session."""
-    return session.new_cache(page_size, **({} if core.kv_recurrences == 1 else {"kept": core.kv_recurrences}))
+    options: dict[str, Any] = {} if core.kv_recurrences == 1 else {"kept": core.kv_recurrences}
+    return session.new_cache(page_size, **options)
 
 
 def after_prompts(
