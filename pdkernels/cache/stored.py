@@ -28,3 +28,15 @@ def stored(dtype: torch.dtype, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if dtype != torch.int8 or k.dtype == torch.int8:
         return k, v
     return kv_quantize(k), kv_quantize(v)
+
+
+def narrowed(rows: Tensor, kv_heads: int, width: int) -> Tensor:
+    """The part of stored rows ``(.., heads, size)`` that a layer with other heads uses, of `width` elements each.
+
+    >>> narrowed(torch.zeros(1, 8, 4, 16), 1, 32).shape
+    torch.Size([1, 8, 1, 32])
+    """
+    if rows.shape[-2:] == (kv_heads, width):
+        return rows
+    part: Tensor = rows.flatten(-2)[..., : kv_heads * width].unflatten(-1, (kv_heads, width))
+    return part

@@ -17,7 +17,7 @@ from pdkernels._validation import check, integer, sentence
 from pdkernels.cache.adapted import AdaptedSequences
 from pdkernels.cache.contiguous import KVCacheBase
 from pdkernels.cache.paged import PagedKVCache
-from pdkernels.cache.stored import stored
+from pdkernels.cache.stored import narrowed, stored
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_
 
 BLOCK = 128
@@ -94,6 +94,8 @@ class WindowedCache(AdaptedSequences):
         windows: of each layer, how many rows it sees; None: all of them.
         batch, capacity, page_size, kv_heads, head_dim, dtype, device: as in `PagedKVCache`; `capacity` in tokens.
         drafts: rows of a forward that can be rejected.
+        kind_heads: heads and their size of layers that see all rows, and of the others; None: `kv_heads` and
+            `head_dim` of both, which else are those of rows as other caches of the model hold them.
 
     Raises:
         ValueError: a size below 1, or more memory than there is.
@@ -119,6 +121,7 @@ class WindowedCache(AdaptedSequences):
         head_dim: int,
         *,
         drafts: int = 16,
+        kind_heads: tuple[tuple[int, int], tuple[int, int]] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -129,10 +132,11 @@ class WindowedCache(AdaptedSequences):
         self.capacity, self.kv_heads, self.head_dim = width * self.page_size, kv_heads, head_dim
         self.windows = tuple(None if window is None else integer(op, "windows", window, 1) for window in windows)
         self._width = width
+        full, local = kind_heads or ((kv_heads, head_dim), (kv_heads, head_dim))
         self._like: dict[str, Any] = {
             "page_size": page_size,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
+            "kv_heads": local[0],
+            "head_dim": local[1],
             "dtype": dtype,
         }
         self._like["device"] = torch.device(device)
@@ -143,7 +147,7 @@ class WindowedCache(AdaptedSequences):
         self._least: Tensor | None = None
         self.full: PagedKVCache | None = None
         if None in self.windows:
-            sizes = self.windows.count(None), batch, batch * width, page_size, kv_heads, head_dim
+            sizes = self.windows.count(None), batch, batch * width, page_size, *full
             self.full = PagedKVCache(*sizes, max_pages_per_sequence=width, dtype=dtype, device=device)
             self.full.lengths = self.lengths
         self.turning = {window: self._new_pages(window) for window in self.windows if window is not None}
@@ -335,7 +339,8 @@ class WindowedCache(AdaptedSequences):
             to_page, to_slot = _places(self, layer, row, at)
             from_page, from_slot = _places(other, layer, other_row, at)
             for target, source in ((self.k, other.k), (self.v, other.v)):
-                target[layer][to_page, to_slot] = source[layer][from_page, from_slot]
+                rows = narrowed(source[layer], *target[layer].shape[-2:])
+                target[layer][to_page, to_slot] = rows[from_page, from_slot]
         self.lengths[row].fill_(length)
         self.furthest[row].fill_(length + self.drafts if length else 0)  # no rows to go back by were copied
         self._adapt_row_(row, other.adapters[other_row] if other.adapters else None)

@@ -56,6 +56,7 @@ class WindowedPool(PagePool):
         num_pages: for the layers that see all.
         window_pages: for those of each window. They are of as many layers as have this window.
         page_size, kv_heads, head_dim, dtype, device: as of `PagePool`.
+        window_heads: `kv_heads` and `head_dim` of the layers with a window; None: as the others'.
 
     Raises:
         ValueError: a size below 1, or a window without pages.
@@ -77,6 +78,7 @@ class WindowedPool(PagePool):
         kv_heads: int,
         head_dim: int,
         *,
+        window_heads: tuple[int, int] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -91,8 +93,7 @@ class WindowedPool(PagePool):
                 self.windows.count(window),
                 window_pages[window],
                 page_size,
-                kv_heads,
-                head_dim,
+                *(window_heads or (kv_heads, head_dim)),
                 dtype=dtype,
                 device=device,
             )

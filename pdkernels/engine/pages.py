@@ -73,8 +73,7 @@ class Memory:
         one_page = model.new_pool(1, PAGE)
         page_bytes = one_page.k[:, 0].nbytes + one_page.v[:, 0].nbytes
         room = _free_bytes(model.device) // 2 if by_default else sys.maxsize
-        layers = len(one_page.k)
-        pages, windows = _sizes(model, layers, page_bytes, pages, least, running, prefix_tokens > 0, room)
+        pages, windows = _sizes(model, page_bytes, pages, least, running, prefix_tokens > 0, room)
         self.shared_pages = PrefixTree(
             model.new_pool(pages, PAGE, window_pages=windows) if windows else model.new_pool(pages, PAGE),
             prefix_tokens,
@@ -204,7 +203,7 @@ class Memory:
 
 
 def _sizes(
-    model: Any, layers: int, page_bytes: int, pages: int, least: int, running: int, keeps: bool, room: int
+    model: Any, page_bytes: int, pages: int, least: int, running: int, keeps: bool, room: int
 ) -> tuple[int, dict[int, int]]:
     """How many pages there are, at least `least` and at most `pages`, so that they take `room` bytes; and how many the
     layers with each window have, where these are fewer.
@@ -212,18 +211,22 @@ def _sizes(
     A request holds a bounded number of those at a time: there are enough for `running` requests and the next one, and
     as many again for earlier texts, if the engine `keeps` some. For two requests, if the longest has no room otherwise.
     """
-    sizes, fitting = list[int](), room // page_bytes
+    sizes, fitting, config = list[int](), room // page_bytes, model.config
+    layers = getattr(config, "cache_layers", config.layers)
     if not lacking(model, "new_pool", ("window_pages",)):
-        sizes = [window.size for window in model.config.windows[:layers] if window is not None]
+        sizes = [window.size for window in config.windows[:layers] if window is not None]
     if not sizes:
         return max(least, min(pages, fitting)), {}
-    layer_bytes = page_bytes // layers
+    full_bytes = window_bytes = page_bytes // layers
+    if hasattr(config, "kind_heads"):  # of one window, so that all layers with it have pages of their own
+        full, local, widest = (heads * width for heads, width in (*config.kind_heads, config.cache_heads))
+        full_bytes, window_bytes = full_bytes * full // widest, full_bytes * local // widest
     for texts in ((running + 1) * (1 + keeps), running + 1, *([2] if fitting < least else [])):
         most = {size: most_pages(size, PIECE + _DRAFT, PAGE) * texts + SPARE for size in sizes}
         windows = {size: count for size, count in most.items() if count < pages}
-        bytes_left = room - sum(windows[size] * layer_bytes for size in sizes if size in windows)
+        bytes_left = room - sum(windows[size] * window_bytes for size in sizes if size in windows)
         full_layers = layers - sum(size in windows for size in sizes)
-        by_windows = bytes_left // (full_layers * layer_bytes) if full_layers else pages
+        by_windows = bytes_left // (full_layers * full_bytes) if full_layers else pages
         if windows and bytes_left >= 0 and by_windows >= max(least, *windows.values()):
             return min(pages, by_windows), windows
     return max(least, min(pages, fitting)), {}

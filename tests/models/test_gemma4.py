@@ -129,6 +129,8 @@ def test_drafts_do_not_change_the_tokens(kind: str, cache_dtype: Any, tmp_path: 
             for page_size in (None, 8):
                 more: Any = {**options, "page_size": page_size, **settings}
                 assert torch.equal(generate(own, text, method, **more).tokens, alone), (method, page_size)
+        twice = generate(own, [text, text], "jacobi", block_size=9, page_size=8, **settings).tokens
+        assert torch.equal(twice[0], alone)
         with pd.Engine(own, max_running=2, max_prompt_tokens=330, max_new_tokens=NEW) as engine:
             for _ in range(2):  # the second time after an earlier text
                 requests = [engine.submit(text, method, **settings) for method in ("autoregressive", "jacobi")]
@@ -145,9 +147,21 @@ def test_caches(tmp_path: Path) -> None:
     own: Any = models.load(tmp_path, dtype=torch.float32)
     assert [own.config.source(layer) for layer in range(7)] == [0, 1, 2, 3, 3, 3, 1]
     assert own.new_cache(2, 10).k.shape == (4, 2, 10, 1, 32)
-    assert isinstance(own.new_cache(1, 1000, kind="paged", page_size=8, drafts=4), WindowedCache)
+    turning, contiguous = own.new_cache(2, 1000, kind="paged", page_size=8, drafts=4), own.new_cache(1, 30)
+    assert isinstance(turning, WindowedCache)  # whose rows are as wide as their layers need
+    assert [tuple(rows.shape[-2:]) for rows in turning.k] == [(1, 16), (1, 32), (1, 16), (1, 16)]
+    tokens = torch.tensor([TOKENS[:20]])
+    with torch.inference_mode():
+        own(tokens, cache=contiguous)
+        contiguous.commit_(torch.tensor([20]))
+        turning.reserve_([30, 30])
+        turning.copy_row_(1, contiguous, 0, 20)
+        next_tokens = torch.tensor([[1], [1]])
+        expected = own(next_tokens[:1], cache=contiguous)
+        assert torch.equal(own(next_tokens, cache=turning)[1:], expected)
     pool = own.new_pool(20, 8, window_pages={7: 40})
     assert isinstance(own.new_cache(1, 100, pool=pool), PooledWindowedCache) and pool.windows == (7, None, 7, 7)
+    assert pool.k.shape == (1, 21, 8, 1, 32) and pool.groups[7].k.shape == (3, 41, 8, 1, 16)
     wide = replace(own.config, heads=8, kv_heads=8, head_dim=16, full_kv_heads=1, full_head_dim=136)
     assert wide.cache_heads == (8, 24)  # 8 rows of 20 bytes and one of 140, 128 numbers and 136
 

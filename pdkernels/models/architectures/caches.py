@@ -22,12 +22,16 @@ def new_pool(
     `slots`. Layers with a window that `window_pages` names have so many pages of their own (`WindowedPool`)."""
     config, dtype = model.config, getattr(model, "cache_dtype", None) or model.dtype
     layers, heads = _rows_of(config, slots)
-    sizes, where = (page_size, *heads), {"dtype": dtype, "device": model.device}
+    where: dict[str, Any] = {"dtype": dtype, "device": model.device}
     if window_pages:
         windows = [None if window is None else window.size for window in config.windows[:layers]]
         pooled_windows = [window if window in window_pages else None for window in windows]
-        return WindowedPool(pooled_windows, num_pages, window_pages, *sizes, **where)
-    return PagePool(layers, num_pages, *sizes, **where)
+        apart = getattr(config, "kind_heads", None) if pooled_windows == windows else None
+        heads, window_heads = apart or (heads, None)
+        return WindowedPool(
+            pooled_windows, num_pages, window_pages, page_size, *heads, window_heads=window_heads, **where
+        )
+    return PagePool(layers, num_pages, page_size, *heads, **where)
 
 
 def new_cache(
@@ -64,7 +68,8 @@ def new_cache(
     sizes = [] if drafts is None else _shorter(windows[:layers], drafts, page_size, pages)
     if drafts is not None and any(sizes):
         where = {"dtype": dtype, "device": model.device}
-        return WindowedCache(sizes, batch, capacity, page_size, *heads, drafts=drafts, **where)
+        apart = getattr(config, "kind_heads", None) if [*map(bool, sizes)] == [*map(bool, windows[:layers])] else None
+        return WindowedCache(sizes, batch, capacity, page_size, *heads, drafts=drafts, kind_heads=apart, **where)
     return PagedKVCache(
         layers, batch, batch * pages, page_size, *heads, max_pages_per_sequence=pages, dtype=dtype, device=model.device
     )
@@ -75,18 +80,6 @@ def _rows_of(config: Any, slots: int | None) -> tuple[int, tuple[int, int]]:
     any layer's, where these differ (`narrowed`)."""
     layers = getattr(config, "cache_layers", config.layers) if slots is None else slots
     return layers, getattr(config, "cache_heads", (config.kv_heads, config.head_dim))
-
-
-def narrowed(rows: Tensor, kv_heads: int, width: int) -> Tensor:
-    """The part of stored rows ``(.., heads, size)`` that a layer with other heads uses, of `width` elements each.
-
-    >>> narrowed(torch.zeros(1, 8, 4, 16), 1, 32).shape
-    torch.Size([1, 8, 1, 32])
-    """
-    if rows.shape[-2:] == (kv_heads, width):
-        return rows
-    part: Tensor = rows.flatten(-2)[..., : kv_heads * width].unflatten(-1, (kv_heads, width))
-    return part
 
 
 def _shorter(windows: Sequence[Window | None], drafts: int, page_size: int, pages: int) -> list[int | None]:

@@ -118,6 +118,11 @@ class Gemma4Config(TransformerConfig):
         numbers = max(count * size for count, size in kinds)
         return heads, max(size, 8 * -(-numbers // (8 * heads)))
 
+    @property
+    def kind_heads(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Those of layers without and with a window, where their rows are apart."""
+        return (self.full_kv_heads, self.full_head_dim), (self.kv_heads, self.head_dim)
+
     def of_layer(self, layer: int) -> TransformerConfig:
         """The sizes of one layer."""
         kv_heads, head_dim = self.heads_of(layer)

@@ -11,10 +11,9 @@ from torch import nn
 
 from pdkernels._attention import SCALE_BYTES
 from pdkernels.cache import Cache
-from pdkernels.cache.stored import stored
+from pdkernels.cache.stored import narrowed, stored
 from pdkernels.masks import TilePlan
 from pdkernels.models.architectures.attention import NewRows, Visibility, attend, rotated
-from pdkernels.models.architectures.caches import narrowed
 from pdkernels.models.architectures.experts import mixture
 from pdkernels.models.architectures.fused import gated, linear, rms_norm
 from pdkernels.models.architectures.layer import Layer, Matrix
