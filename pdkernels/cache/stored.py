@@ -38,5 +38,5 @@ def narrowed(rows: Tensor, kv_heads: int, width: int) -> Tensor:
     """
     if rows.shape[-2:] == (kv_heads, width):
         return rows
-    part: Tensor = rows.flatten(-2)[..., : kv_heads * width].unflatten(-1, (kv_heads, width))
-    return part
+    narrow: Tensor = rows.flatten(-2)[..., : kv_heads * width].unflatten(-1, (kv_heads, width))
+    return narrow

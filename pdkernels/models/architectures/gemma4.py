@@ -54,8 +54,8 @@ class Gemma4(Transformer):
     layer_projection: Matrix | None
     layer_norm: nn.Parameter | None
 
-    def __init__(self, config: Gemma4Config, **facts: Any) -> None:
-        super().__init__(config, **facts)
+    def __init__(self, config: Gemma4Config, **attributes: Any) -> None:
+        super().__init__(config, **attributes)
         size = config.layer_input_size
         wide = config.layers * size
         shapes = {"layer_embedding": (config.vocab_size, wide), "layer_projection": (wide, config.hidden_size)}
@@ -84,9 +84,9 @@ class Gemma4(Transformer):
     ) -> Transformer:
         """The same model with quantised matrices, see `pdkernels.quantize`. What stays as numbers is shared."""
         state = packing.quantized_state(self, format, group, skip, self.config.tied_head, matrices=MATRICES)
-        facts = {name: getattr(self, name) for name in ("tokenizer", "end_tokens", "mask_token", "plan_tokens")}
+        attributes = {name: getattr(self, name) for name in ("tokenizer", "end_tokens", "mask_token", "plan_tokens")}
         with torch.device("meta"):
-            model = Gemma4(self.config, **facts)
+            model = Gemma4(self.config, **attributes)
         packing.adopt_(model, state)
         model.cache_dtype, model.layout, model.adapters = self.cache_dtype, self.layout, dict(self.adapters)
         return model.requires_grad_(False).eval()
@@ -121,6 +121,6 @@ class Gemma4(Transformer):
         config, size = self.config, (self.config.layers, self.config.layer_input_size)
         context = (linear(x, self.layer_projection) * config.hidden_size**-0.5).unflatten(-1, size)
         scale = torch.tensor(config.layer_input_size**0.5, dtype=self.dtype, device=x.device)
-        own = fused.embed(tokens, self.layer_embedding, self.dtype).unflatten(-1, size) * scale
-        inputs: torch.Tensor = (rms_norm(context, self.layer_norm, config.norm_eps) + own) * 2**-0.5
+        identity = fused.embed(tokens, self.layer_embedding, self.dtype).unflatten(-1, size) * scale
+        inputs: torch.Tensor = (rms_norm(context, self.layer_norm, config.norm_eps) + identity) * 2**-0.5
         return inputs

@@ -65,13 +65,13 @@ class Gemma4Config(TransformerConfig):
             check_head_dim(op, size)
         turned = self.window_rope_theta is not None or not any(self.windows)
         check(turned, op, "window_rope_theta", "be a number, for layers whose heads have another size", None)
-        own = self.cache_layers
-        check(own > 0, op, "reading_layers", f"be below layers ({self.layers})", self.reading_layers)
-        kinds = {self._slides(layer) for layer in range(own)}
-        read = all(self._slides(layer) in kinds for layer in range(own, self.layers))
+        storing = self.cache_layers
+        check(storing > 0, op, "reading_layers", f"be below layers ({self.layers})", self.reading_layers)
+        kinds = {self._slides(layer) for layer in range(storing)}
+        read = all(self._slides(layer) in kinds for layer in range(storing, self.layers))
         check(read, op, "reading_layers", "leave a layer of each kind with keys and values", self.reading_layers)
         mixture = self.experts
-        plain = mixture is None or (
+        softmax = mixture is None or (
             mixture.usual
             and mixture.scores == "softmax"
             and mixture.normalized
@@ -79,7 +79,7 @@ class Gemma4Config(TransformerConfig):
             and mixture.scale == 1
             and all(map(mixture.are_in, range(self.layers)))
         )
-        check(plain, op, "experts", "be a softmax's in all layers, with normed weights", mixture)
+        check(softmax, op, "experts", "be a softmax's in all layers, with normed weights", mixture)
 
     def _slides(self, layer: int) -> bool:
         return bool(self.windows) and self.windows[layer] is not None

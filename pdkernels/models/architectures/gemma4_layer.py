@@ -175,10 +175,10 @@ class LayerRows:
         width = size + SCALE_BYTES if cache.dtype == torch.int8 else size
         k_cache, v_cache = (narrowed(side[source], kv_heads, width) for side in (cache.k, cache.v))
         if isinstance(visibility.mask, TilePlan):
-            every = q, k, v, k_cache, v_cache, cache.lengths, visibility.mask
+            tensors = q, k, v, k_cache, v_cache, cache.lengths, visibility.mask
             options: dict[str, Any] = {"starts": starts, "block_table": table, "scale": 1.0}
             op: Any = partial(speculative_attention_append_, counts=counts) if stores else speculative_attention
-            mixed: torch.Tensor = op(*every, **options)
+            mixed: torch.Tensor = op(*tensors, **options)
             return mixed
         if stores:
             kv_append_(k_cache, v_cache, k, v, cache.lengths, counts=counts, block_table=table)

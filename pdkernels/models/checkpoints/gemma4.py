@@ -66,8 +66,8 @@ def from_gemma4_config(config: Mapping[str, Any]) -> Gemma4Config:
     size = fields.integer("hidden_size_per_layer_input", 0 if unified else 256, minimum=0, null=0)
     vocabulary = fields.integer("vocab_size")
     if size:
-        known = fields.integer("vocab_size_per_layer_input", 262144)
-        demand(known == vocabulary, "vocab_size_per_layer_input", f"be vocab_size ({vocabulary})", known)
+        rows = fields.integer("vocab_size_per_layer_input", 262144)
+        demand(rows == vocabulary, "vocab_size_per_layer_input", f"be vocab_size ({vocabulary})", rows)
     reading = fields.integer("num_kv_shared_layers", 0, minimum=0)
     with read_from("config.json"):
         return Gemma4Config(
@@ -109,22 +109,22 @@ def _require(fields: Fields) -> None:
 def _full_heads(fields: Fields, kinds: list[str]) -> tuple[int, int]:
     """KV heads of layers that see the whole text, and the size of their heads: in fields of their own, or in
     `per_layer_config`, which is then all that counts."""
-    usual, size = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
+    heads, size = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
     if "per_layer_config" not in fields.given:
         tied = fields.flag("attention_k_eq_v", False)
-        heads = fields.integer("num_global_key_value_heads", usual, null=usual) if tied else usual
+        heads = fields.integer("num_global_key_value_heads", heads, null=heads) if tied else heads
         return heads, fields.integer("global_head_dim", 512)
     layers = fields.part("per_layer_config")
     numbers = [number for number, kind in enumerate(kinds) if kind == FULL]
     expectation = f"name the layers of {FULL}, in the same way"
-    named = [name for name in layers.given if re.fullmatch("[0-9]{1,5}", str(name))]  # with zeros in front
-    same = sorted(map(int, named)) == numbers and len(named) == len(layers.given)
+    numbers_in_file = [name for name in layers.given if re.fullmatch("[0-9]{1,5}", str(name))]  # with zeros in front
+    same = sorted(map(int, numbers_in_file)) == numbers and len(numbers_in_file) == len(layers.given)
     same = same and len({repr(value) for value in layers.given.values()}) == 1
     demand(same, "per_layer_config", expectation, shown(layers.given))
     each = layers.part(next(iter(layers.given)))
     other = next((name for name in each.given if name not in _FULL_FIELDS), None)
     demand(other is None, f"per_layer_config: {shown(other)}", "be absent", shown(each.get(str(other))))
-    return each.integer("num_key_value_heads", usual), each.integer("head_dim", size)
+    return each.integer("num_key_value_heads", heads), each.integer("head_dim", size)
 
 
 def _rules(fields: Fields, kinds: list[str]) -> tuple[Fields, Fields]:
@@ -166,7 +166,7 @@ def layout(config: Gemma4Config, kind: str) -> Layout:
         for layer in range(config.cache_layers, config.layers)
         for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     ]
-    others = [f"model.{name}" for name in _OTHER_MODELS] if kind in AROUND else []
+    prefixes = [f"model.{name}" for name in _OTHER_MODELS] if kind in AROUND else []
     return Layout(
         partial(_parts, config, body),
         config.layers,
@@ -175,7 +175,7 @@ def layout(config: Gemma4Config, kind: str) -> Layout:
         config.tied_head,
         experts=0 if config.experts is None else config.experts.count,
         separate_experts=False,
-        apart=(*unread, *others),
+        apart=(*unread, *prefixes),
     )
 
 

@@ -37,20 +37,20 @@ def config_of(file: GgufFile, fields: Keys, scaling: RopeScaling | None) -> Gemm
     heads = _of_layers(fields, "attention.head_count_kv", layers, int)
     inner = _of_layers(fields, "feed_forward_length", layers, int)
     reading = fields.integer("attention.shared_kv_layers", minimum=0)
-    own = layers - reading
+    storing = layers - reading
     kinds = {kind: {count for count, of in zip(heads, slides, strict=True) if of is kind} for kind in (True, False)}
-    for found in kinds.values():
-        _alike(fields, "attention.head_count_kv", found, "be the same in all layers of a kind")
+    for counts in kinds.values():
+        _alike(fields, "attention.head_count_kv", counts, "be the same in all layers of a kind")
     # There the last layers read the last two before them, a window's and another's.
-    if 0 < reading < layers and slides[max(own - 2, 0) : own] != [True, False]:
+    if 0 < reading < layers and slides[max(storing - 2, 0) : storing] != [True, False]:
         label, expectation = f"{fields.where}.attention.sliding_window_pattern", "end with a window and none in the layers with keys and values"  # fmt: skip
-        raise NotImplementedError(message(OP, label, expectation, shown(slides[:own])))
-    wide = reading > 0 and set(inner[own:]) == {2 * inner[0]}
-    expected = [inner[0]] * own + [inner[0] * (1 + wide)] * reading
+        raise NotImplementedError(message(OP, label, expectation, shown(slides[:storing])))
+    wide = reading > 0 and set(inner[storing:]) == {2 * inner[0]}
+    expected = [inner[0]] * storing + [inner[0] * (1 + wide)] * reading
     check(inner == expected, OP, f"{fields.where}.feed_forward_length", "be one size, or twice it in the last layers", shown(inner))  # fmt: skip
     window = Window(fields.integer("attention.sliding_window", minimum=1))
-    given, hidden = Fields(fields.given, fields.where), fields.integer("embedding_length")
-    first_full = next((layer for layer in range(own) if not slides[layer]), None)
+    raw, hidden = Fields(fields.given, fields.where), fields.integer("embedding_length")
+    first_full = next((layer for layer in range(storing) if not slides[layer]), None)
     return Gemma4Config(
         vocab_size=file.tensors[_EMBEDDING].shape[0],
         hidden_size=hidden,
@@ -68,7 +68,7 @@ def config_of(file: GgufFile, fields: Keys, scaling: RopeScaling | None) -> Gemm
         windows=tuple(window if slide else None for slide in slides),
         window_rope_theta=fields.number("rope.freq_base_swa", above=0) if any(slides) else None,
         embedding_scale=hidden**0.5,
-        logits_softcap=given.number("final_logit_softcapping", LOGITS_CAP, minimum=0) or None,
+        logits_softcap=raw.number("final_logit_softcapping", LOGITS_CAP, minimum=0) or None,
         full_kv_heads=next(iter(kinds[False] or kinds[True])),
         full_head_dim=size,
         keys_as_values=first_full is not None and f"blk.{first_full}.attn_v.weight" not in file.tensors,
@@ -82,26 +82,26 @@ def _width(fields: Keys, name: str, rotated: str) -> int:
     """The size of a head, of which all is rotated, though pairs may stand still."""
     width = fields.integer(f"attention.{name}")
     for other in (f"attention.{name.replace('key', 'value')}", rotated or "rope.dimension_count_swa"):
-        found = fields.integer(other)
-        check(found == width, OP, f"{fields.where}.{other}", f"be the size of a head ({width})", found)
+        size = fields.integer(other)
+        check(size == width, OP, f"{fields.where}.{other}", f"be the size of a head ({width})", size)
     return width
 
 
 def _of_layers(fields: Keys, name: str, layers: int, kind: type) -> list[Any]:
     """One value for each layer, or the same for all; flags may be numbers."""
     value = fields.get(name)
-    listed = isinstance(value, (list, Kept))
-    values = [value] * layers if not listed else list(value) if len(value) == layers else []
+    is_list = isinstance(value, (list, Kept))
+    values = [value] * layers if not is_list else list(value) if len(value) == layers else []
     valid = all(type(each) in (int, kind) and 0 <= each <= (1 if kind is bool else 2**31 - 1) for each in values)
     noun = "flag" if kind is bool else "number"
-    fits = bool(values) and valid and (kind is bool or all(values))
-    check(fits, OP, f"{fields.where}.{name}", f"be a {noun}, or one for each of {layers} layers", shown(value))
+    valid_values = bool(values) and valid and (kind is bool or all(values))
+    check(valid_values, OP, f"{fields.where}.{name}", f"be a {noun}, or one for each of {layers} layers", shown(value))
     return [kind(each) for each in values]
 
 
-def _alike(fields: Keys, name: str, found: set[Any], expectation: str) -> None:
-    if len(found) > 1:
-        raise NotImplementedError(message(OP, f"{fields.where}.{name}", expectation, shown(sorted(found))))
+def _alike(fields: Keys, name: str, values: set[Any], expectation: str) -> None:
+    if len(values) > 1:
+        raise NotImplementedError(message(OP, f"{fields.where}.{name}", expectation, shown(sorted(values))))
 
 
 def _rotation(fields: Keys, scaling: RopeScaling | None) -> ProportionalRotation | None:
@@ -110,9 +110,9 @@ def _rotation(fields: Keys, scaling: RopeScaling | None) -> ProportionalRotation
         return None
     factors = scaling.factors if isinstance(scaling, FactorScaling) else ()
     turning = sum(factor < _STILL for factor in factors)
-    plain = bool(factors) and all(factor == 1 for factor in factors[:turning])
-    plain = plain and all(factor >= _STILL for factor in factors[turning:])
-    if not plain:
+    plain_factors = bool(factors) and all(factor == 1 for factor in factors[:turning])
+    plain_factors = plain_factors and all(factor >= _STILL for factor in factors[turning:])
+    if not plain_factors:
         label = f"{fields.where}: rope_freqs.weight"
         raise NotImplementedError(message(OP, label, "be 1 for the first pairs and 1e30 for the others", "others"))
     return ProportionalRotation(turning)
@@ -180,21 +180,21 @@ def layout(config: Gemma4Config, file: GgufFile) -> Layout:
 def _parts(config: Gemma4Config, joined: bool) -> Iterator[tuple[str, Parts]]:
     """`joined`: whether gates and what they multiply are one tensor for all experts."""
     for name, sources in gemma4.layout(config, gemma4.TEXT).parts():
-        named = {_name(source): shape for source, shape in sources.items()}
+        tensors = {_name(source): shape for source, shape in sources.items()}
         if name.endswith(".experts_gate_up") and not joined:
-            ((source, (count, rows, width)),) = named.items()
+            ((source, (count, rows, width)),) = tensors.items()
             halves = (source.replace("gate_up", half) for half in ("gate", "up"))
-            named = dict.fromkeys(halves, (count, rows // 2, width))
-        yield name, named
+            tensors = dict.fromkeys(halves, (count, rows // 2, width))
+        yield name, tensors
 
 
 def _name(published: str) -> str:
     if published == "lm_head.weight":
         return _HEAD
-    inside, begin = published.removeprefix("model."), ""
-    if inside.startswith("layers."):
-        _, index, inside = inside.split(".", 2)
+    suffix, begin = published.removeprefix("model."), ""
+    if suffix.startswith("layers."):
+        _, index, suffix = suffix.split(".", 2)
         begin = f"blk.{index}."
-    if inside in _NAMES:
-        return begin + _NAMES[inside]
-    return f"{begin}{_NAMES[inside.removesuffix('.weight')]}.weight"
+    if suffix in _NAMES:
+        return begin + _NAMES[suffix]
+    return f"{begin}{_NAMES[suffix.removesuffix('.weight')]}.weight"

@@ -489,8 +489,8 @@ def _assemble(
             model = Hybrid(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
         else:
             kind: Any = Gemma4 if isinstance(config, Gemma4Config) else Transformer
-            facts = {"tokenizer": tokenizer, "mask_token": mask_token, "plan_tokens": plan_tokens}
-            model = kind(config, end_tokens=tuple(end_tokens), **facts)
+            attributes = {"tokenizer": tokenizer, "mask_token": mask_token, "plan_tokens": plan_tokens}
+            model = kind(config, end_tokens=tuple(end_tokens), **attributes)
     if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
         # Stored pairs already include their scale.
         halves = _numbers({name: x for name, x in state.items() if "adapter" in name})
