@@ -339,8 +339,8 @@ class WindowedCache(AdaptedSequences):
             to_page, to_slot = _places(self, layer, row, at)
             from_page, from_slot = _places(other, layer, other_row, at)
             for target, source in ((self.k, other.k), (self.v, other.v)):
-                rows = narrowed(source[layer], *target[layer].shape[-2:])
-                target[layer][to_page, to_slot] = rows[from_page, from_slot]
+                narrow = narrowed(source[layer], *target[layer].shape[-2:])
+                target[layer][to_page, to_slot] = narrow[from_page, from_slot]
         self.lengths[row].fill_(length)
         self.furthest[row].fill_(length + self.drafts if length else 0)  # no rows to go back by were copied
         self._adapt_row_(row, other.adapters[other_row] if other.adapters else None)
