@@ -133,7 +133,7 @@ class Rewriting:
         width = max(map(len, places))
         padded = [[*span, *[-1] * (width - len(span))] for span in places]
         lines = [
-            [row.start, row.stop, block.start, *row] for row, block, row in zip(places, blocks, padded, strict=True)
+            [span.start, span.stop, block.start, *row] for span, block, row in zip(places, blocks, padded, strict=True)
         ]
         packed = to_device_async(lines, canvas.tokens.device)
         number = torch.zeros_like(packed[:, :1])  # nothing is drawn
@@ -142,9 +142,9 @@ class Rewriting:
         rows = zip(places, guesses.ids.tolist(), guesses.probs.double().tolist(), strict=True)
         rewritten = [
             self._rewritten(
-                sequence, row, ids[: len(row)], probs[: len(row)], hidden[sequence, row.start - block.start :]
+                sequence, span, ids[: len(span)], probs[: len(span)], hidden[sequence, span.start - block.start :]
             )
-            for (sequence, (row, ids, probs)), block in zip(enumerate(rows), blocks, strict=True)
+            for (sequence, (span, ids, probs)), block in zip(enumerate(rows), blocks, strict=True)
         ]
         texts = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in rewritten]
         device = canvas.tokens.device
