@@ -70,10 +70,24 @@ inline void unpack_attention(const LayersInputs& in, const BindInputs& bound, Tr
 // Where each layer's rows begin to see.
 inline std::vector<IndexView> unpack_starts(const LayersInputs& in, const SpeculativeArgs& attention) {
   std::vector<IndexView> starts;
+  std::vector<std::pair<const Tensor*, IndexView>> known;  // layers with one window have one tensor
+  const auto same = [](const Tensor& a, const Tensor& b) {
+    return a.const_data_ptr() == b.const_data_ptr() && a.scalar_type() == b.scalar_type() &&
+           a.sizes().equals(b.sizes()) && a.strides().equals(b.strides());
+  };
   for (const OptionalTensor& of_layer : in.starts) {
-    SpeculativeArgs args = attention;
-    unpack_starts(SameDevice(in.lengths), of_layer, args);
-    starts.push_back(args.starts);
+    IndexView found;
+    if (of_layer.has_value()) {
+      auto at = known.begin();
+      while (at != known.end() && !same(*at->first, *of_layer)) ++at;
+      if (at == known.end()) {
+        SpeculativeArgs args = attention;
+        unpack_starts(SameDevice(in.lengths), of_layer, args);
+        at = known.insert(at, {&*of_layer, args.starts});
+      }
+      found = at->second;
+    }
+    starts.push_back(found);
   }
   return starts;
 }
@@ -81,26 +95,33 @@ inline std::vector<IndexView> unpack_starts(const LayersInputs& in, const Specul
 // Where each layer's keys and values are, if there are several groups.
 inline std::vector<LayerCache> unpack_caches(const LayersInputs& in, ScalarType dtype, int64_t layers,
                                              const SpeculativeArgs& attention) {
-  std::vector<LayerCache> caches;
+  std::vector<LayerCache> next, caches;  // of each group the next layer's; of each layer
   if (in.groups.empty()) return caches;
-  const int64_t more = static_cast<int64_t>(in.more_k.size());
-  PDK_CHECK(static_cast<int64_t>(in.groups.size()) == layers && more == static_cast<int64_t>(in.more_v.size()) &&
-            more == static_cast<int64_t>(in.more_tables.size()));
-  std::vector<int64_t> places(more + 1, 0);
-  for (int64_t layer = 0; layer < in.end; ++layer) {
-    const int64_t group = in.groups[layer];
-    PDK_CHECK(group >= 0 && group <= more);
-    const int64_t place = places[group]++;
-    if (layer < in.first) continue;
+  const int64_t groups = static_cast<int64_t>(in.more_k.size()) + 1;
+  PDK_CHECK(static_cast<int64_t>(in.groups.size()) == layers && groups == static_cast<int64_t>(in.more_v.size()) + 1 &&
+            groups == static_cast<int64_t>(in.more_tables.size()) + 1);
+  std::vector<int64_t> k_strides, v_strides, left;
+  for (int64_t group = 0; group < groups; ++group) {
     const Tensor& k = group == 0 ? static_cast<const Tensor&>(in.k_cache) : in.more_k[group - 1];
     const Tensor& v = group == 0 ? static_cast<const Tensor&>(in.v_cache) : in.more_v[group - 1];
-    PDK_CHECK(k.dim() == 5 && v.dim() == 5 && place < k.size(0) && place < v.size(0));
+    PDK_CHECK(k.dim() == 5 && v.dim() == 5 && k.size(0) > 0 && v.size(0) == k.size(0));
     PDK_CHECK(k.scalar_type() == in.k_cache.scalar_type());
     SpeculativeArgs args = attention;
-    unpack_prefix(SameDevice(in.lengths), dtype, torch::stable::select(k, 0, place), torch::stable::select(v, 0, place),
+    unpack_prefix(SameDevice(in.lengths), dtype, torch::stable::select(k, 0, 0), torch::stable::select(v, 0, 0),
                   in.lengths, group == 0 ? in.block_table : OptionalTensor(in.more_tables[group - 1]), args);
     PDK_CHECK(args.pages.capacity() == attention.pages.capacity() && args.splits == attention.splits);
-    caches.push_back({args.k_cache, args.v_cache, args.pages});
+    next.push_back({args.k_cache, args.v_cache, args.pages});
+    k_strides.push_back(k.stride(0) * static_cast<int64_t>(k.element_size()));
+    v_strides.push_back(v.stride(0) * static_cast<int64_t>(v.element_size()));
+    left.push_back(k.size(0));
+  }
+  for (int64_t layer = 0; layer < in.end; ++layer) {
+    const int64_t group = in.groups[layer];
+    PDK_CHECK(group >= 0 && group < groups && left[group]-- > 0);
+    LayerCache& cache = next[group];
+    if (layer >= in.first) caches.push_back(cache);
+    cache.k.data = static_cast<char*>(cache.k.data) + k_strides[group];
+    cache.v.data = static_cast<char*>(cache.v.data) + v_strides[group];
   }
   return caches;
 }

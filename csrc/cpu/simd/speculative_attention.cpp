@@ -107,6 +107,21 @@ class KeyRows {
     keys[count] = (cached ? args_.k_cache : args_.k).row<const T>(at.page, at.slot, kv_head_);
     values[count++] = (cached ? args_.v_cache : args_.v).row<const T>(at.page, at.slot, kv_head_);
   }
+  // The keys at positions [first, last), of which those after the prefix are the new tokens in their order. Consecutive
+  // rows of a page are located together, because that takes a division.
+  void add_range(int64_t first, int64_t last) {
+    const int64_t cached = smaller(last, length_);
+    for (int64_t position = first; position < cached;) {
+      const Slot at = args_.pages.locate(batch_, position);
+      const T* key = args_.k_cache.row<const T>(at.page, at.slot, kv_head_);
+      const T* value = args_.v_cache.row<const T>(at.page, at.slot, kv_head_);
+      const int64_t end = smaller(cached, position + args_.pages.page_size - at.slot);
+      for (; position < end; ++position, key += args_.k_cache.token_stride, value += args_.v_cache.token_stride) {
+        keys[count] = key, values[count++] = value;
+      }
+    }
+    for (int64_t position = larger(first, length_); position < last; ++position) add(position, position - length_);
+  }
   void repeat_last() {
     keys[count] = keys[count - 1], values[count] = values[count - 1];
     ++count;
@@ -137,7 +152,7 @@ void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t entry, in
                                       : visibility_of(args, batch, tile, first - length, count, starts, bitmap);
     if (visibility == Visibility::kNone) continue;
     KeyRows<T> rows(args, batch, entry, kv_head);
-    for (int64_t position = first; position < first + count; ++position) rows.add(position, position - length);
+    rows.add_range(first, first + count);
     take(rows, visibility);
   }
   if (ordered || end <= common) return;
@@ -152,7 +167,7 @@ void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t entry, in
     const int64_t cut = larger(first, length / kTogether * kTogether);
     for (int64_t path = 0; path < found;) {
       KeyRows<T> rows(args, batch, entry, kv_head);
-      for (int64_t position = first; position < cut; ++position) rows.add(position, 0);
+      rows.add_range(first, cut);
       __builtin_memset(bitmap, 0, smaller(args.block_q, args.q_len) * kWords * sizeof(uint32_t));
       const int64_t before = path;
       for (; path < found; ++path) {
