@@ -416,6 +416,7 @@ TABLES = {
     "diffusion-parts": lambda rows: of_file(diffusion_step.RESULTS, diffusion_step.parts_table),
     "diffusion-methods": lambda rows: of_file(diffusion_step.RESULTS, diffusion_step.methods_table),
     "windows alone": lambda rows: of_file(windows.RESULTS, windows.alone_table),
+    "windows contiguous": lambda rows: of_file(windows.RESULTS, windows.contiguous_table),
     "windows engine": lambda rows: of_file(windows.RESULTS, windows.engine_table),
     "windows steps": lambda rows: of_file(windows.RESULTS, windows.steps_table),
     "speculation": lambda rows: of_file(speculation.RESULTS, speculation.table_of),

@@ -21,7 +21,7 @@ import pdkernels as pd
 from bench.bench_adapters import WEIGHTS
 from bench.gpu_report import table
 from bench.records import write
-from pdkernels.cache import PooledWindowedCache, WindowedCache, WindowedPool
+from pdkernels.cache import ContiguousKVCache, PooledWindowedCache, WindowedCache, WindowedPool
 from pdkernels.engine.pages import _DRAFT, PAGE
 from pdkernels.evaluation.machine import processor
 from pdkernels.models.architectures.windows import Window
@@ -68,6 +68,18 @@ def alone(shape: Shape, text: int) -> dict[str, int]:
     rows = cache.turning[shape.window].pages * _SMALL
     kept = shape.nbytes(rows, with_window) + shape.nbytes(text, shape.windows.count(None))
     return {"text": text, "rows": rows, "all": shape.nbytes(text, shape.layers), "kept": kept}
+
+
+def contiguous(shape: Shape, text: int) -> dict[str, int]:
+    """Rows of a layer with a window in a cache of `generate` without pages, and bytes of a cache that keeps all rows and of
+    this one, as they are made."""
+    sizes, dtype = (shape.kv_heads, shape.head_dim), torch.bfloat16
+    whole = ContiguousKVCache(shape.layers, 1, text, *sizes, dtype=dtype)
+    cache = WindowedCache(shape.windows, 1, text, None, *sizes, drafts=_SMALL, dtype=dtype)
+    pages = cache.turning[shape.window]
+    kept = sum(part.k.nbytes + part.v.nbytes for part in cache.parts)
+    rows = pages.pages * pages.page_size
+    return {"text": text, "rows": rows, "all": whole.k.nbytes + whole.v.nbytes, "kept": kept}
 
 
 def in_engine(shape: Shape, text: int) -> dict[str, int]:
@@ -145,6 +157,16 @@ def alone_table(found: dict[str, Any]) -> str:
     return table(head, lines)
 
 
+def contiguous_table(found: dict[str, Any]) -> str:
+    """Of caches of `generate` without pages."""
+    lines = [
+        [f"{name}, {row['rows']:,} rows kept", f"{row['text']:,}", _size(row["all"]), _size(row["kept"])]
+        for name, rows in found["contiguous"].items()
+        for row in rows
+    ]
+    return table(["model", "text", "all rows", "rows that can be seen"], lines)
+
+
 def engine_table(found: dict[str, Any]) -> str:
     """Of a request in an engine."""
     lines = []
@@ -179,12 +201,13 @@ def main() -> None:
     found |= {"machine": processor(), "torch": torch.__version__, "repeats": _REPEATS}
     found["alone"] = {name: alone(shape, text) for name, (shape, text) in MODELS.items()}
     requests = ("gpt-oss-20b", "Gemma 3 270M")
+    found["contiguous"] = {name: [contiguous(MODELS[name][0], text) for text in (4096, 16384)] for name in requests}
     found["engine"] = {name: [in_engine(MODELS[name][0], text) for text in (4096, 32768)] for name in requests}
     with torch.inference_mode():
         for weights in WEIGHTS if not only_memory else ():
             found["steps"][weights] = [steps(weights, *sizes) for sizes in ((1, 64), (8, 64), (1, 1024))]
     write(RESULTS, found)
-    print(alone_table(found), engine_table(found), steps_table(found), sep="\n\n")
+    print(alone_table(found), contiguous_table(found), engine_table(found), steps_table(found), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ writes the state once, and goes on from there (`pdkernels.models.architectures.s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from pdkernels import _memory
 from pdkernels._validation import check, check_fits_memory, integer
 from pdkernels.cache.contiguous import KVCacheBase
+from pdkernels.cache.windowed import WindowedCache
 from pdkernels.ops.recurrent_state import state_commit_, state_trim_
 
 _OF_PAGES = ("reserve_", "reclaim_", "resize_row_", "hold_row_", "pages", "shared_pool", "page_size", "num_pages")
@@ -76,7 +77,7 @@ class HybridCache:
     pending rows, those of the last forward, or to 0; a state does not know what was before them.
 
     Args:
-        kv: the cache of the layers with attention, contiguous or paged.
+        kv: the cache of the layers with attention, contiguous or paged, or one whose layers have windows.
         states: shapes of the states, under names such as ``(layer, "conv")``.
         pending: rows of a draft that can be rejected. More are made room for when a forward has them.
 
@@ -92,11 +93,12 @@ class HybridCache:
         (torch.Size([2, 2, 4, 4]), [torch.Size([2, 4, 2, 4]), torch.Size([2, 4, 2, 4])])
     """
 
-    def __init__(self, kv: KVCacheBase, states: Mapping[Any, StateShape], *, pending: int = PENDING_ROWS) -> None:
+    def __init__(
+        self, kv: KVCacheBase | WindowedCache, states: Mapping[Any, StateShape], *, pending: int = PENDING_ROWS
+    ) -> None:
         op = "cache.HybridCache"
         self.kv, self.shapes, self.pending = kv, dict(states), integer(op, "pending", pending, 1)
-        # Neither cache replaces its tensors.
-        self.k, self.v, self.lengths, self.block_table = kv.k, kv.v, kv.lengths, kv.block_table
+        self.lengths = kv.lengths
         self.batch, self.capacity, self.layers = kv.batch, kv.capacity, kv.layers
         self.kv_heads, self.head_dim = kv.kv_heads, kv.head_dim
         check(bool(self.shapes), op, "states", "hold at least one", "none", "Use the KV cache.")
@@ -133,6 +135,34 @@ class HybridCache:
             return getattr(self.kv, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    @property
+    def k(self) -> Any:
+        """Of the layers with attention."""
+        return self.kv.k
+
+    @property
+    def v(self) -> Any:
+        """Of the layers with attention."""
+        return self.kv.v
+
+    @property
+    def block_table(self) -> Tensor | None:
+        """That of the KV cache."""
+        return self.kv.block_table
+
+    def expect_(self, rows: int, counts: Tensor | None = None) -> None:
+        """As that of a `WindowedCache`, if the layers with attention have one."""
+        if isinstance(self.kv, WindowedCache):
+            self.kv.expect_(rows, counts)
+
+    @property
+    def another(self) -> Callable[[int, int], HybridCache] | None:
+        """As that of a `WindowedCache`, if the layers with attention have one; None: they do not."""
+        kv = self.kv
+        if not isinstance(kv, WindowedCache):
+            return None
+        return lambda batch, capacity: HybridCache(kv.another(batch, capacity), self.shapes, pending=self.pending)
+
     def table(self, layer: int) -> Tensor | None:
         """The page table of a layer with attention, as that of the KV cache."""
         return self.kv.table(layer)
@@ -143,7 +173,7 @@ class HybridCache:
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer with attention, as the KV cache returns them."""
-        keys_values: tuple[Tensor, Tensor] = self.kv.layer(layer, length)  # type: ignore[attr-defined]
+        keys_values: tuple[Tensor, Tensor] = self.kv.layer(layer, length)  # type: ignore[union-attr]
         return keys_values
 
     def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
@@ -152,12 +182,17 @@ class HybridCache:
 
     def reserve_drafts_(self, rows: int) -> None:
         """Makes room for drafts of `rows` rows; the pending rows stay. Captured graphs have the old memory."""
-        op = "cache.HybridCache.reserve_drafts_"
-        rows, before = integer(op, "rows", rows, 0), self.pending
+        rows = integer("cache.HybridCache.reserve_drafts_", "rows", rows, 0)
+        if isinstance(self.kv, WindowedCache):
+            self.kv.reserve_drafts_(rows)
+        self._reserve_pending(rows)
+
+    def _reserve_pending(self, rows: int) -> None:
+        before = self.pending
         if rows <= before:
             return
         added = self.batch * sum(shape.nbytes(rows) - shape.nbytes(0) for shape in self.shapes.values())
-        check_fits_memory(op, "rows", rows, added, self.device)
+        check_fits_memory("cache.HybridCache.reserve_drafts_", "rows", rows, added, self.device)
         self.pending, index = rows, self.pending_index
         self.pending_index = self._index_of_rows()
         self.pending_index[:, :before] = index
@@ -183,10 +218,10 @@ class HybridCache:
         # A sequence that was emptied begins anew.
         self.state_lengths.masked_fill_(lengths == 0, 0)
         if parents is not None:  # no row of a tree can go into a state before its branch is chosen
-            self.reserve_drafts_(rows)
+            self._reserve_pending(rows)
             parents = parents.expand(self.batch, rows).contiguous()
         elif rows > self.pending and (on_host or compute_all):
-            self.reserve_drafts_(self._max_pending(rows, counts, compute_all) if on_host else rows)
+            self._reserve_pending(self._max_pending(rows, counts, compute_all) if on_host else rows)
         keep = self.pending if rows > self.pending else None
         return StateStep(lengths, None if compute_all else counts, self.pending_index, parents, keep)
 
@@ -206,6 +241,8 @@ class HybridCache:
             ValueError: more rows than can be pending; fewer than are in the states already, those of a prompt but for
                 the last `pending`. Nothing changes then.
         """
+        if isinstance(self.kv, WindowedCache):
+            self.kv.check_commit(counts)
         state_commit_(self.lengths, self.pending_index, self.state_lengths, counts, source_index, advance=False)
         self.kv.commit_(counts, source_index)
 
@@ -218,6 +255,8 @@ class HybridCache:
         if not isinstance(new_lengths, Tensor):
             numbers = self.kv._numbers("cache.HybridCache.trim_", "new_lengths", new_lengths)
             new_lengths = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        if isinstance(self.kv, WindowedCache):
+            self.kv.check_trim(new_lengths)
         emptied = self.state_lengths.masked_fill(new_lengths == 0, 0)
         state_trim_(self.lengths, new_lengths, emptied)
         self.state_lengths.copy_(emptied)
@@ -230,7 +269,8 @@ class HybridCache:
 
     def earliest(self, row: int) -> int:
         """The shortest length but 0 that a sequence can be cut to. Reads the device."""
-        return int(self.state_lengths[:, row].max())
+        of_states = int(self.state_lengths[:, row].max())
+        return max(of_states, self.kv.earliest(row)) if isinstance(self.kv, WindowedCache) else of_states
 
     def copy_row_(self, row: int, other: Any, other_row: int, length: int) -> None:
         """Replaces sequence `row` by the first `length` tokens of a sequence of another cache, as that of the KV cache.
@@ -248,7 +288,7 @@ class HybridCache:
 
     def move_row_(self, row: int, other: HybridCache, other_row: int, length: int) -> None:
         """Takes over a sequence of `length` tokens from another cache on the same pool, with its pages."""
-        self.kv.move_row_(row, other.kv, other_row, length)  # type: ignore[attr-defined]
+        self.kv.move_row_(row, other.kv, other_row, length)  # type: ignore[union-attr]
         self._copy_states(row, other, other_row)
         other.idle_row_(other_row)
 
@@ -265,7 +305,7 @@ class HybridCache:
 
     def load_states_(self, row: int, saved: SavedStates) -> None:
         """Gives a sequence, whose length is from `saved.earliest` on, the states of another of a cache of this model."""
-        self.reserve_drafts_(saved.pending)
+        self._reserve_pending(saved.pending)
         tensors = iter(saved.tensors)
         for slots in self.states.values():
             slots.state[row].copy_(next(tensors))
@@ -276,7 +316,7 @@ class HybridCache:
         self.pending_index[row].copy_(torch.arange(self.pending, device=self.device))
 
     def _copy_states(self, row: int, other: HybridCache, other_row: int) -> None:
-        self.reserve_drafts_(other.pending)
+        self._reserve_pending(other.pending)
         for name, slots in self.states.items():
             source_slots = other.states[name]
             slots.state[row].copy_(source_slots.state[other_row])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdkernels._validation import check, integer, sentence
 from pdkernels.cache.adapted import AdaptedSequences
-from pdkernels.cache.contiguous import KVCacheBase
+from pdkernels.cache.contiguous import ContiguousKVCache, KVCacheBase
 from pdkernels.cache.paged import PagedKVCache
 from pdkernels.cache.stored import narrowed, stored
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_
@@ -23,6 +23,12 @@ from pdkernels.ops.kv_cache import kv_append_, kv_commit_
 BLOCK = 128
 """Attention reads keys in blocks of so many at most, whose first ones may lie before a window: they stay what they were,
 since a hidden key adds nothing only as long as its numbers are finite."""
+
+PAGE = 16
+"""Rows of a page in layers with a window, if the other layers have no pages."""
+
+_AGAIN = 16
+"""Rows by which a copy of a text goes back, for one that ends in another way."""
 
 
 def turns(window: int, drafts: int, page_size: int) -> int:
@@ -85,14 +91,16 @@ class TurningPages(KVCacheBase):
 class WindowedCache(AdaptedSequences):
     """A paged cache of a model some of whose layers have windows: these keep only what rows to come can see.
 
-    It is used as a `PagedKVCache`, whose pages the other layers have. Of a sequence, layers with a window keep the
-    last rows: the window, twice `drafts` rows and a block of attention (`turns`). `trim_` goes back by `drafts` rows at
-    most, or to 0. A forward over more rows than that makes room for more, unless it is the first of its text; of such a
+    It is used as a `PagedKVCache`, whose pages the other layers have, or as a `ContiguousKVCache`. Of a sequence, layers
+    with a window keep the last rows: the window, twice `drafts` rows and a block of attention (`turns`). `trim_` goes
+    back by `drafts` rows at most, or to 0. A forward over more rows than that makes room for more, unless it is the first of its text; of such a
     one all but the last `drafts` rows have to be committed.
 
     Args:
         windows: of each layer, how many rows it sees; None: all of them.
-        batch, capacity, page_size, kv_heads, head_dim, dtype, device: as in `PagedKVCache`; `capacity` in tokens.
+        batch, capacity, kv_heads, head_dim, dtype, device: as in `ContiguousKVCache`.
+        page_size: as in `PagedKVCache`. None: layers that see all have room for all from the beginning, and `reserve_`
+            does nothing.
         drafts: rows of a forward that can be rejected.
         kind_heads: heads and their size of layers that see all rows, and of the others; None: `kv_heads` and
             `head_dim` of both, which else are those of rows as other caches of the model hold them.
@@ -116,7 +124,7 @@ class WindowedCache(AdaptedSequences):
         windows: Sequence[int | None],
         batch: int,
         capacity: int,
-        page_size: int,
+        page_size: int | None,
         kv_heads: int,
         head_dim: int,
         *,
@@ -127,32 +135,42 @@ class WindowedCache(AdaptedSequences):
     ) -> None:
         op = "cache.WindowedCache"
         self.layers, self.batch = integer(op, "windows", len(windows), 1), integer(op, "batch", batch, 1)
-        self.page_size, self.drafts = integer(op, "page_size", page_size, 1), integer(op, "drafts", drafts, 1)
+        self.page_size = PAGE if page_size is None else integer(op, "page_size", page_size, 1)
+        self.drafts = integer(op, "drafts", drafts, 1)
         width = -(-integer(op, "capacity", capacity, 1) // self.page_size)
         self.capacity, self.kv_heads, self.head_dim = width * self.page_size, kv_heads, head_dim
         self.windows = tuple(None if window is None else integer(op, "windows", window, 1) for window in windows)
-        self._width = width
+        self._width, self._paged = width, page_size is not None
         full, local = kind_heads or ((kv_heads, head_dim), (kv_heads, head_dim))
-        self._like: dict[str, Any] = {
-            "page_size": page_size,
-            "kv_heads": local[0],
-            "head_dim": local[1],
-            "dtype": dtype,
-        }
-        self._like["device"] = torch.device(device)
+        where: dict[str, Any] = {"dtype": dtype, "device": torch.device(device)}
+        self._like = {"page_size": self.page_size, "kv_heads": local[0], "head_dim": local[1], **where}
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.furthest = torch.zeros_like(self.lengths)
-        """``(batch,)``: each text goes back to `drafts` before this length, which is the longest that it has been, or
-        more where less was kept."""
+        """``(batch,)``: each text goes back to `drafts` before this length, or before its own where that is longer. It is
+        the longest that a text has been that was cut, and more where less was kept."""
         self._least: Tensor | None = None
-        self.full: PagedKVCache | None = None
-        if None in self.windows:
-            sizes = self.windows.count(None), batch, batch * width, page_size, *full
-            self.full = PagedKVCache(*sizes, max_pages_per_sequence=width, dtype=dtype, device=device)
+        """``(batch,)``: how long texts have to be after the next commit; None: it commits what it likes."""
+        self.full: KVCacheBase | None = None
+        if number := self.windows.count(None):
+            if page_size is None:
+                self.full = ContiguousKVCache(number, batch, self.capacity, *full, **where)
+                # What it is to a kernel: a page for each sequence. All groups of layers have tables.
+                self.full.block_table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+            else:
+                sizes = number, batch, batch * width, page_size, *full
+                self.full = PagedKVCache(*sizes, max_pages_per_sequence=width, **where)
             self.full.lengths = self.lengths
         self.turning = {window: self._new_pages(window) for window in self.windows if window is not None}
         """The pages of the layers with each window."""
         self._bind()
+
+    piece = 256
+    """Rows of a forward that goes on with a text, at most, where whole prompts run in pieces: there is room for them."""
+
+    def another(self, batch: int, capacity: int) -> WindowedCache:
+        """An empty cache of the same layers, for texts that others go on with: where they are, or some rows before."""
+        sizes = self.windows, batch, capacity, self.page_size if self._paged else None, self.kv_heads, self.head_dim
+        return WindowedCache(*sizes, drafts=_AGAIN, dtype=self.dtype, device=self.device)
 
     def _new_pages(self, window: int) -> TurningPages:
         layers = self.windows.count(window)
@@ -200,17 +218,17 @@ class WindowedCache(AdaptedSequences):
 
     def reserve_(self, lengths: int | Sequence[int]) -> None:
         """As that of `PagedKVCache`, for the layers that see all. The others have their pages."""
-        if self.full is not None:
+        if isinstance(self.full, PagedKVCache):
             self.full.reserve_(lengths)
 
     def resize_row_(self, row: int, tokens: int) -> None:
         """As that of `PagedKVCache`, for the layers that see all."""
-        if self.full is not None:
+        if isinstance(self.full, PagedKVCache):
             self.full.resize_row_(row, tokens)
 
     def reclaim_(self) -> None:
         """As that of `PagedKVCache`, for the layers that see all."""
-        if self.full is not None:
+        if isinstance(self.full, PagedKVCache):
             self.full.reclaim_()
 
     def reserve_drafts_(self, rows: int) -> None:
@@ -219,6 +237,7 @@ class WindowedCache(AdaptedSequences):
         if rows <= self.drafts:
             return
         # What is gone stays gone: texts go back no further than before.
+        torch.maximum(self.furthest, self.lengths, out=self.furthest)
         self.furthest.add_(rows - self.drafts).masked_fill_(self.lengths == 0, 0)
         self.drafts, before = rows, self.turning
         self.turning = {window: self._new_pages(window) for window in before}
@@ -229,15 +248,14 @@ class WindowedCache(AdaptedSequences):
     def expect_(self, rows: int, counts: Tensor | None = None) -> None:
         """Prepares a forward that stores `counts` ``(batch,)`` of `rows` new rows of each sequence; None: all. Reads
         the device if they are more than `drafts`."""
-        self._least, long = None, None
-        if rows > self.drafts:
-            long = torch.full_like(self.lengths, rows) if counts is None else counts.to(torch.int64)
-            self.reserve_drafts_(int(long.masked_fill(self.lengths == 0, 0).max()))
-            if int(long.max()) <= self.drafts:
-                long = None
-        for pages in self.turning.values():
-            pages.expect_(long)
-        if long is not None:
+        self._expect_nothing()
+        if rows <= self.drafts:
+            return
+        long = torch.full_like(self.lengths, rows) if counts is None else counts.to(torch.int64)
+        self.reserve_drafts_(int(long.masked_fill(self.lengths == 0, 0).max()))
+        if int(long.max()) > self.drafts:
+            for pages in self.turning.values():
+                pages.expect_(long)
             self._least = torch.where(long > self.drafts, self.lengths + long - self.drafts, 0)
 
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
@@ -251,29 +269,38 @@ class WindowedCache(AdaptedSequences):
         Raises:
             ValueError: fewer rows of a long first forward than all but the last `drafts`; nothing changes then.
         """
-        before, least = self.lengths.clone(), self._least
-        self._check_kept(before + counts, least)
+        before = self.lengths.clone() if source_index is not None or self._least is not None else None
+        self.check_commit(counts)
         groups: list[KVCacheBase] = [] if self.full is None else [self.full]
         first, *later = groups + list(self.turning.values())
         first.commit_(counts, source_index)
+        if before is None:
+            return
         if source_index is not None:
             for group in later:
                 table = group.block_table
                 kv_commit_(group.k, group.v, before.clone(), counts, source_index, block_table=table)
-        furthest = torch.maximum(self.furthest.masked_fill(before == 0, 0), self.lengths)
-        if least is not None:
-            furthest = torch.where(least > 0, torch.maximum(furthest, least + self.drafts), furthest)
-        self.furthest.copy_(furthest)
+        if self._least is not None:
+            self.furthest.masked_fill_(before == 0, 0)
+            fewer = (self._least > 0) & (self.lengths < self._least + self.drafts)
+            self.furthest.copy_(torch.where(fewer, self._least + self.drafts, self.furthest))
         self._expect_nothing()
 
-    def _expect_nothing(self) -> None:
-        self._least = None
-        for pages in self.turning.values():
-            pages.expect_(None)
+    @property
+    def commits_lengths(self) -> bool:
+        """Whether a commit of the first rows changes the lengths alone."""
+        return self._least is None
 
-    def _check_kept(self, lengths: Tensor, least: Tensor | None) -> None:
-        if least is not None and self.device.type == "cpu":
-            short = lengths < least
+    def _expect_nothing(self) -> None:
+        if self._least is not None:
+            self._least = None
+            for pages in self.turning.values():
+                pages.expect_(None)
+
+    def check_commit(self, counts: Tensor) -> None:
+        """Refuses what `commit_` would, on the CPU."""
+        if self._least is not None and self.device.type == "cpu":
+            short = self.lengths + counts < self._least
             expectation = f"keep all but the last {self.drafts} rows of a text's first forward"
             remedy = "Call reserve_drafts_ before it."
             check(not bool(short.any()), "cache.WindowedCache.commit_", "counts", expectation, "fewer", remedy)
@@ -284,17 +311,24 @@ class WindowedCache(AdaptedSequences):
         Raises:
             ValueError: a length before what is kept; nothing changes then.
         """
-        group = self._groups[0][0]
+        self.check_trim(new_lengths)
+        torch.maximum(self.furthest, self.lengths, out=self.furthest)
+        group = self.full or self._groups[0][0]
+        group.trim_(new_lengths)
+        self.furthest.masked_fill_(self.lengths == 0, 0)
+
+    def check_trim(self, new_lengths: int | Sequence[int] | Tensor) -> None:
+        """Refuses what `trim_` would, on the CPU."""
         if self.device.type == "cpu":
-            numbers = group._numbers("cache.WindowedCache.trim_", "new_lengths", new_lengths)
+            numbers = self._numbers("cache.WindowedCache.trim_", "new_lengths", new_lengths)
             for row, length in enumerate(numbers[: self.batch]):
                 least = self.earliest(row)
                 expectation = f"be 0 or at least {least}, since rows before its windows are gone"
                 remedy = "Empty the text and run it again, or call reserve_drafts_ before it is written."
                 check(length in (0, int(self.lengths[row])) or length >= least, "cache.WindowedCache.trim_", "new_lengths", expectation, length, remedy)  # fmt: skip
-        group = self.full or group
-        group.trim_(new_lengths)
-        self.furthest.masked_fill_(self.lengths == 0, 0)
+
+    def _numbers(self, op: str, argument: str, values: int | Sequence[int] | Tensor) -> list[int]:
+        return self._groups[0][0]._numbers(op, argument, values)
 
     def reset_(self) -> None:
         """Empties every sequence."""
@@ -302,7 +336,13 @@ class WindowedCache(AdaptedSequences):
 
     def earliest(self, row: int) -> int:
         """The shortest length but 0 that a sequence can be cut to. Reads the device."""
-        return max(0, int(self.furthest[row]) - self.drafts)
+        length = int(self.lengths[row])
+        return min(length, max(0, int(self.furthest[row]) - self.drafts, length - self.drafts))
+
+    def _earliest(self) -> Tensor:
+        """``(batch,)``: `earliest` of each sequence, and what a forward has stored that is not committed yet."""
+        earliest = (torch.maximum(self.furthest, self.lengths) - self.drafts).clamp(min=0)
+        return earliest if self._least is None else torch.maximum(earliest, self._least)
 
     def idle_row_(self, row: int) -> None:
         """Leaves a sequence with at most one token, whose content no longer matters."""
@@ -313,7 +353,7 @@ class WindowedCache(AdaptedSequences):
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer in logical order, gathered: ``(batch, length, kv_heads, head_dim)``. Those before what
         is kept are others."""
-        pages = -(-length // self.page_size)
+        pages = -(-length // self.k[layer].shape[1])
         table = self.table(layer)[:, :pages].clamp(min=0).to(torch.int64)
         k, v = (side[layer][table].flatten(1, 2)[:, :length] for side in (self.k, self.v))
         return k, v
@@ -334,7 +374,8 @@ class WindowedCache(AdaptedSequences):
             least = other.earliest(other_row)
             check(length == 0 or length >= least, op, "length", f"be 0 or at least {least}", length)
         for layer, window in enumerate(self.windows):
-            rows = length if window is None else min(length, window - 1 + BLOCK - 1)
+            # A drafter's rows may be some fewer than the text's.
+            rows = length if window is None else min(length, window - 1 + BLOCK - 1 + self.drafts)
             at = torch.arange(length - rows, length, device=self.device)
             to_page, to_slot = _places(self, layer, row, at)
             from_page, from_slot = _places(other, layer, other_row, at)
@@ -342,7 +383,10 @@ class WindowedCache(AdaptedSequences):
                 narrow = narrowed(source[layer], *target[layer].shape[-2:])
                 target[layer][to_page, to_slot] = narrow[from_page, from_slot]
         self.lengths[row].fill_(length)
-        self.furthest[row].fill_(length + self.drafts if length else 0)  # no rows to go back by were copied
+        self.furthest[row].fill_(length)
+        if length and isinstance(other, WindowedCache):
+            # It goes back no further than the other.
+            torch.maximum(self.furthest[row], other._earliest()[other_row] + self.drafts, out=self.furthest[row])
         self._adapt_row_(row, other.adapters[other_row] if other.adapters else None)
 
     def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:

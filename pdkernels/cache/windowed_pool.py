@@ -199,6 +199,8 @@ class PooledWindowedCache(WindowedCache):
     def expect_(self, rows: int, counts: Tensor | None = None) -> None:
         """Nothing: `slide_` has made room."""
 
+    commits_lengths = True
+
     def pages(self, row: int) -> list[int]:
         """The pages of a sequence in the layers that see all."""
         return self.full.pages(row)
@@ -294,10 +296,10 @@ class PooledWindowedCache(WindowedCache):
 
     def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
         """As that of `PagedKVCache`."""
-        before = self.lengths.clone()
         first, *later = (group for group in (self.full, *self.turning.values()) if group.layers)
+        before = None if source_index is None else self.lengths.clone()
         first.commit_(counts, source_index)
-        if source_index is not None:
+        if before is not None:
             for group in later:
                 table = group.block_table
                 kv_commit_(group.k, group.v, before.clone(), counts, source_index, block_table=table)

@@ -25,7 +25,7 @@ from pdkernels.generation.shared_prompts import SharedPrompts
 from pdkernels.generation.stops import Stops
 from pdkernels.generation.stream import Stream
 from pdkernels.models.capabilities import capabilities
-from pdkernels.models.protocols import lacking
+from pdkernels.models.protocols import keeps_windows
 
 if TYPE_CHECKING:
     from pdkernels.decoding.signatures import Generate
@@ -217,8 +217,7 @@ def prepare(
     stops = Stops.of(params, model)
     session, single = open_session(model, prompt, params, on_tokens, trace, overflow, fill_in)
     session.stops, copies, vocabulary = stops, params.n, model.config.vocab_size
-    windowed = bool(getattr(model.config, "windows", ()))
-    session.sheds = windowed and not lacking(model, "new_cache", ("drafts",))
+    session.keeps_windows = keeps_windows(model)
     filters = Filters.of(params, vocabulary, session.end_tokens)
     session.grammar = opened(params.grammar, method, session, copies, options)
     if session.grammar is not None and session.grammar.whole:

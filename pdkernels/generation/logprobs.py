@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels.generation.result import LogProbs
+from pdkernels.models.protocols import keeps_windows
 
 
 class WrittenLogProbs:
@@ -62,7 +63,8 @@ def scored(
     longest = max(map(len, texts))
     if longest == 0:
         return
-    cache = model.new_cache(len(prompts), max(map(len, prompts)) + longest)
+    few = {"drafts": CHUNK} if keeps_windows(model) else {}
+    cache = model.new_cache(len(prompts), max(map(len, prompts)) + longest, **few)
     if adapters is not None:
         cache.adapt_(adapters)
     device = cache.lengths.device

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdkernels import _native, backends
 from pdkernels._validation import KERNEL_DTYPES
-from pdkernels.cache import ContiguousKVCache, PagedKVCache
+from pdkernels.cache import ContiguousKVCache, PagedKVCache, WindowedCache
 from pdkernels.generation.session import has_no_choice, is_end
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 
@@ -86,6 +86,7 @@ def _run_op(
     if not _native.has_native() or backends.DEFAULT == "reference":
         return False
     own = type(cache) in (ContiguousKVCache, PagedKVCache)
+    own = own or (isinstance(cache, WindowedCache) and cache.commits_lengths)
     lengths = cache.lengths if own else None
     draft = entry.column("draft")
     arguments = NextTokenArguments(

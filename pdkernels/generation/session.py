@@ -116,7 +116,7 @@ class Session:
         self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
         self.likely: WrittenLogProbs | None = None
         self.adapters: list[Any] | None = None  # of each sequence, None for the model alone
-        self.sheds = False  # whether paged layers with a window may keep only what rows to come can see
+        self.keeps_windows = False  # whether layers with a window may keep only what rows to come can see
         self.pool: PagePool | None = None  # where the cache of a running batch takes its pages from
         self.grammar: GrammarRows | None = None
         self.stops = Stops()
@@ -170,7 +170,7 @@ class Session:
         pool = self.pool if pooled else None
         if pool is not None:
             paged = {"pool": pool}
-        elif drafts and paged and self.sheds:
+        elif drafts and self.keeps_windows:
             paged["drafts"] = drafts
         cache = self.model.new_cache(batch, self.longest + length, **paged, **options)
         if page_size is not None and pool is None:

@@ -339,6 +339,13 @@ def lacking(model: Any, method: str, keywords: Sequence[str]) -> str:
     return _lacking.__wrapped__(getattr(model, name), tuple(keywords))
 
 
+def keeps_windows(model: Any) -> bool:
+    """Whether layers, of a model or a drafter, have windows, and `new_cache` can be told how many rows may be rejected,
+    so that these layers keep only what rows to come can see."""
+    config = getattr(model.config, "body", model.config)
+    return bool(getattr(config, "windows", ())) and not lacking(model, "new_cache", ("drafts",))
+
+
 @lru_cache(maxsize=256)
 def _lacking(function: Any, keywords: tuple[str, ...]) -> str:
     try:

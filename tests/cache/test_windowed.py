@@ -5,41 +5,50 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from pdkernels.cache import PagedKVCache, WindowedCache
+import pdkernels as pd
+from pdkernels.cache import ContiguousKVCache, PagedKVCache, WindowedCache
 from pdkernels.cache.windowed import BLOCK, turns
 from pdkernels.decoding import generate
 from pdkernels.generation import session
+from pdkernels.generation.logprobs import CHUNK
 from pdkernels.masks import tree
 from pdkernels.models import Transformer
 from pdkernels.models.architectures.windows import Window
 from tests.decoding.lossless_sweep import METHODS
 from tests.decoding.test_windows import WINDOWS, model_with
-from tests.support.drafters import with_drafters
+from tests.support.drafters import dflash_head, with_drafters
 
+GENERATE = import_module("pdkernels.decoding.generate")
 PAGE = 7
 TEXT, NEW = 420, 40  # longer than the pages that take turns
 
 
-def caches(model: Transformer, batch: int, drafts: int, capacity: int = 700) -> tuple[Any, Any]:
+def caches(
+    model: Transformer, batch: int, drafts: int, capacity: int = 700, *, contiguous: bool = False
+) -> tuple[Any, Any]:
     """One that keeps all rows, and one that does not."""
-    pair: list[Any] = [model.new_cache(batch, capacity, kind="paged", page_size=PAGE, drafts=n) for n in (None, drafts)]
-    for cache in pair:
+    kind: dict[str, Any] = {} if contiguous else {"kind": "paged", "page_size": PAGE}
+    pair: list[Any] = [model.new_cache(batch, capacity, drafts=n, **kind) for n in (None, drafts)]
+    for cache in () if contiguous else pair:
         cache.reserve_(capacity)
-    assert type(pair[0]) is PagedKVCache and type(pair[1]) is WindowedCache
+    assert type(pair[0]) is (ContiguousKVCache if contiguous else PagedKVCache) and type(pair[1]) is WindowedCache
     return pair[0], pair[1]
 
 
 class Texts:
     """Random forwards on both caches, drafts that are rejected, trees and cuts among them."""
 
-    def __init__(self, model: Transformer, seed: int, batch: int = 3, drafts: int = 9) -> None:
+    def __init__(
+        self, model: Transformer, seed: int, batch: int = 3, drafts: int = 9, contiguous: bool = False
+    ) -> None:
         self.model, self.draw, self.drafts = model, random.Random(seed), drafts
-        self.whole, self.windowed = caches(model, batch, drafts)
+        self.whole, self.windowed = caches(model, batch, drafts, contiguous=contiguous)
         self.batch = batch
 
     def forward(self, rows: int, counts: list[int], **settings: Any) -> None:
@@ -83,26 +92,30 @@ class Texts:
             lengths = [min(length, int(self.whole.lengths[row])) for row, length in enumerate(lengths)]
             for cache in (self.whole, self.windowed):
                 cache.trim_(lengths)
-            self.whole.reserve_(700), self.windowed.reserve_(700)
+            for cache in (self.whole, self.windowed):
+                if hasattr(cache, "reserve_"):
+                    cache.reserve_(700)
 
 
 @pytest.mark.covering(of=["window", "dtype"])
+@pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("layers", ["both", "one", "different"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_a_row_has_the_same_bits(window: Window, layers: str, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits(window: Window, layers: str, dtype: torch.dtype, contiguous: bool) -> None:
     other = {"both": window, "one": None, "different": Window(33)}[layers]
     model = model_with((window, other), dtype)
-    texts = Texts(model, 1)
+    texts = Texts(model, 1, contiguous=contiguous)
     texts.prompts()
     while int(texts.whole.lengths.max()) < 480:
         texts.step()
 
 
-def test_rows_of_eight_bits() -> None:
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_rows_of_eight_bits(contiguous: bool) -> None:
     model = model_with((Window(16), None), torch.bfloat16)
     model.cache_dtype = torch.int8
-    texts = Texts(model, 3)
+    texts = Texts(model, 3, contiguous=contiguous)
     texts.prompts()
     while int(texts.whole.lengths.max()) < 480:
         texts.step()
@@ -152,29 +165,85 @@ def test_every_method(
     model.cache_dtype = cache_dtype
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(39, (length,), generator=generator).tolist() for length in (TEXT, 1, 300)]
-    greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens.tolist() for text in texts]
-    for options in METHODS[method]:
+    greedy = greedy_with_all_rows(model, texts)
+    assert [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens.tolist() for text in texts] == greedy
+    for options, page_size in zip(
+        METHODS[method] * 2, (PAGE, None, None, PAGE)[: max(2, len(METHODS[method]))], strict=False
+    ):
         session_caches.clear()
-        settings = options | {"page_size": PAGE, "max_new_tokens": NEW, "end_tokens": ()}
+        settings = options | {"page_size": page_size, "max_new_tokens": NEW, "end_tokens": ()}
         tokens = generate(model, texts, method, **settings).tokens
         assert [row.tolist() for row in tokens] == greedy
         (cache,) = session_caches
         (pages,) = cache.turning.values()
-        most = window.size + 2 * cache.drafts + BLOCK + 2 * PAGE
-        assert cache.drafts <= 40 and pages.pages * PAGE <= most < TEXT
+        most = window.size + 2 * cache.drafts + BLOCK + 2 * pages.page_size
+        assert cache.drafts <= 40 and pages.pages * pages.page_size <= most < TEXT
         assert pages.k.shape[:2] == (1, len(texts) * pages.pages + 1) == (1, int(pages.block_table.max()) + 2)
-        # Those of the layer that sees all hold the texts.
-        assert sum(len(cache.full._pages[row]) for row in range(3)) * PAGE >= sum(map(len, texts)) + 3 * NEW
+        full = cache.full  # that of the layer that sees all holds the texts
+        if page_size is None:
+            assert type(full) is ContiguousKVCache and TEXT + NEW <= full.capacity < TEXT + NEW + 60
+        else:
+            assert isinstance(full, PagedKVCache)
+            assert sum(len(full.pages(row)) for row in range(3)) * PAGE >= sum(map(len, texts)) + 3 * NEW
 
 
-def test_several_texts_of_a_prompt_and_filters(session_caches: list[WindowedCache]) -> None:
+def greedy_with_all_rows(model: Transformer, texts: list[list[int]]) -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GENERATE, "keeps_windows", lambda model: False)
+        found = [generate(model, text, max_new_tokens=NEW, end_tokens=()) for text in texts]
+    return [each.tokens.tolist() for each in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_draft_longer_than_the_window(
+    window: Window, dtype: torch.dtype, session_caches: list[WindowedCache]
+) -> None:
+    model = model_with((window, None), dtype)
+    texts = [torch.randint(39, (length,), generator=torch.Generator().manual_seed(6)).tolist() for length in (990, 7)]
+    greedy = greedy_with_all_rows(model, texts)
+    session_caches.clear()
+    for options in ({"block_size": window.size + 20}, {"draft": "lookup", "block_size": window.size + 3}):
+        found = generate(model, texts, "jacobi", max_new_tokens=NEW, end_tokens=(), **options).tokens
+        assert [tokens.tolist() for tokens in found] == greedy
+    assert all(type(cache) is WindowedCache for cache in session_caches) and len(session_caches) == 2
+
+
+def test_several_texts_of_a_prompt_and_filters(
+    session_caches: list[WindowedCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_with((Window(16), None))
     text = torch.randint(39, (TEXT,), generator=torch.Generator().manual_seed(3)).tolist()
     settings: dict[str, Any] = {"n": 3, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": NEW, "end_tokens": ()}
     for method in ("autoregressive", "jacobi"):
-        whole, windowed = (generate(model, text, method, page_size=size, **settings) for size in (None, PAGE))
-        assert type(session_caches[-1]) is WindowedCache and type(session_caches[-2]) is not WindowedCache
-        assert all(map(torch.equal, whole.tokens, windowed.tokens))
+        with monkeypatch.context() as patch:
+            patch.setattr(GENERATE, "keeps_windows", lambda model: False)
+            whole = generate(model, text, method, **settings)
+        assert type(session_caches[-1]) is not WindowedCache
+        for page_size in (None, PAGE):
+            windowed = generate(model, text, method, page_size=page_size, **settings)
+            assert type(session_caches[-1]) is WindowedCache
+            assert all(map(torch.equal, whole.tokens, windowed.tokens))
+    made = new_caches(model, monkeypatch)
+    logprobs = generate(model, text, "jacobi", max_new_tokens=NEW, end_tokens=(), logprobs=2).logprobs
+    assert type(made[-1]) is WindowedCache and made[-1].drafts == CHUNK
+    monkeypatch.setattr("pdkernels.generation.logprobs.keeps_windows", lambda model: False)
+    expected = generate(model, text, "jacobi", max_new_tokens=NEW, end_tokens=(), logprobs=2).logprobs
+    assert type(made[-1]) is not WindowedCache
+    assert all(map(torch.equal, logprobs, expected))
+
+
+def new_caches(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The caches that a model makes from now on."""
+    made: list[Any] = []
+    make = Transformer.new_cache
+
+    def noting(self: Transformer, *arguments: Any, **options: Any) -> Any:
+        made.append(make(self, *arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Transformer, "new_cache", noting)
+    return made
 
 
 def test_a_text_shorter_than_the_window_takes_a_plain_cache(session_caches: list[WindowedCache]) -> None:
@@ -184,9 +253,10 @@ def test_a_text_shorter_than_the_window_takes_a_plain_cache(session_caches: list
     assert [type(cache) for cache in session_caches] == [PagedKVCache, PagedKVCache]
 
 
-def test_cuts_that_go_too_far_are_refused() -> None:
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_cuts_that_go_too_far_are_refused(contiguous: bool) -> None:
     model = model_with((Window(16), None))
-    _, cache = caches(model, 2, 5)
+    _, cache = caches(model, 2, 5, contiguous=contiguous)
     tokens = torch.randint(39, (2, 300))
     model(tokens, cache=cache)
     with pytest.raises(ValueError, match="commit_: counts must keep all but the last 5 rows of a text's first forward"):
@@ -215,10 +285,11 @@ def test_cuts_that_go_too_far_are_refused() -> None:
 
 @pytest.mark.parametrize("length", [295, 300])
 @pytest.mark.parametrize("drafts", [3, 9])
-def test_rows_that_move_to_another_cache(length: int, drafts: int) -> None:
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_rows_that_move_to_another_cache(length: int, drafts: int, contiguous: bool) -> None:
     """From one that keeps all, and from one that does not, by other pages."""
     model = model_with((Window(16), Window(33)))
-    _, target = caches(model, 2, drafts)
+    _, target = caches(model, 2, drafts, contiguous=contiguous)
     model(torch.randint(39, (2, 310)), cache=target)
     target.commit_(torch.tensor([310, 310]))
     tokens = torch.randint(39, (1, 300))
@@ -228,7 +299,8 @@ def test_rows_that_move_to_another_cache(length: int, drafts: int) -> None:
         source.commit_(torch.tensor([300]))
     for source in sources:
         target.copy_row_(1, source, 0, length)
-        assert target.lengths.tolist() == [310, length] and target.earliest(1) == length
+        back = 295 if isinstance(source, WindowedCache) else 0
+        assert target.lengths.tolist() == [310, length] and target.earliest(1) == max(length - drafts, back)
         logits = model(torch.tensor([[5, 6], [7, 8]]), cache=target)[1]
         expected = logits if expected is None else expected
         assert torch.equal(logits, expected)
@@ -240,9 +312,10 @@ def test_rows_that_move_to_another_cache(length: int, drafts: int) -> None:
     assert target.lengths.tolist() == [310, 1]
 
 
-def test_copies() -> None:
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_copies(contiguous: bool) -> None:
     model = model_with((Window(16), None))
-    _, cache = caches(model, 1, 5)
+    _, cache = caches(model, 1, 5, contiguous=contiguous)
     model(torch.randint(39, (1, 300)), cache=cache)
     cache.commit_(torch.tensor([300]))
     suffix = torch.tensor([[3, 4, 5]])
@@ -274,3 +347,77 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], text: 
     sizes = {"windows": [4, None], "batch": 1, "capacity": 100, "page_size": 8, "kv_heads": 1, "head_dim": 16}
     with pytest.raises(error, match=text):
         WindowedCache(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 7, 16, 128])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "draft_model"])
+def test_drafters_with_windows(kind: str, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep few rows, and draft what they draft with all of them, alone, in a batch and in an engine."""
+    model = model_with((None, None), dtype)
+    method = "draft_model" if kind == "draft_model" else "dflash"
+    if method == "dflash":
+        drafter: Any = dflash_head(model, windows=(Window(size), None), kind=kind)
+    else:
+        drafter = model_with((Window(size), Window(size)), dtype)
+        with torch.no_grad():
+            for parameter, noise in zip(drafter.parameters(), model.parameters(), strict=True):
+                parameter.copy_(noise + 0.02 * torch.randn_like(noise))
+    generator = torch.Generator().manual_seed(8)
+    texts = [torch.randint(39, (length,), generator=generator).tolist() for length in (TEXT, 2, 300)]
+    made: list[Any] = []
+    make = type(drafter).new_cache
+
+    def noting(self: Any, *arguments: Any, **options: Any) -> Any:
+        made.append(make(self, *arguments, **options))
+        return made[-1]
+
+    settings: dict[str, Any] = {"drafter": drafter, "max_new_tokens": NEW, "end_tokens": ()}
+    with monkeypatch.context() as patch:
+        patch.setattr(import_module("pdkernels.decoding.causal._drafter"), "keeps_windows", lambda model: False)
+        expected = [generate(model, text, method, **settings) for text in texts]
+    greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens.tolist() for text in texts]
+    assert [each.tokens.tolist() for each in expected] == greedy
+    monkeypatch.setattr(type(drafter), "new_cache", noting)
+    for text, each in zip(texts, expected, strict=True):
+        found = generate(model, text, method, **settings)
+        assert found.tokens.tolist() == each.tokens.tolist() and found.stats.accepted == each.stats.accepted
+    found = generate(model, texts, method, **settings)
+    assert [tokens.tolist() for tokens in found.tokens] == greedy
+    assert found.stats.accepted == [each.stats.accepted[0] for each in expected]
+    cache = next(cache for cache in made[::-1] if isinstance(cache, WindowedCache))
+    (pages,) = cache.turning.values()
+    assert pages.pages * pages.page_size <= size + 2 * cache.drafts + BLOCK + 2 * pages.page_size < TEXT
+    if size != 16:
+        return
+    with pd.Engine(model, max_running=3, max_prompt_tokens=TEXT, max_new_tokens=NEW) as engine:
+        handles = [engine.submit(text, method, **settings) for text in (*texts, texts[0])]
+        assert [handle.result().tokens.tolist() for handle in handles] == [*greedy, greedy[0]]
+
+
+def test_a_drafter_that_has_not_read_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads at once has room; the rest it reads before."""
+    model, drafter = model_with((None, None)), model_with((Window(7), Window(7)))
+    text = torch.randint(39, (300,), generator=torch.Generator().manual_seed(9)).tolist()
+    draft_model = import_module("pdkernels.decoding.causal.draft_model")
+    step, steps = draft_model.DraftModelSteps.step, [0]
+
+    def seldom(self: Any, width: int | None = None, ragged: bool = True) -> None:
+        steps[0] += 1
+        if steps[0] % 60:
+            self.entry.pending.clamp_(max=1)
+            width = 1
+        step(self, width, ragged)
+
+    monkeypatch.setattr(draft_model.DraftModelSteps, "step", seldom)
+    results = []
+    for windows in (False, True):
+        monkeypatch.setattr(
+            import_module("pdkernels.decoding.causal._drafter"), "keeps_windows", lambda model, windows=windows: windows
+        )
+        steps[0] = 0
+        results.append(generate(model, text, "draft_model", drafter=drafter, max_new_tokens=130, end_tokens=()))
+    assert (
+        results[0].tokens.tolist() == results[1].tokens.tolist()
+        and results[0].stats.accepted == results[1].stats.accepted
+    )

@@ -10,8 +10,16 @@ from torch import Tensor
 
 from pdkernels._attention import check_head_dim, halves
 from pdkernels._validation import KERNEL_DTYPES, check, check_type, integer, sentence
-from pdkernels.cache import ContiguousKVCache, PagedKVCache, PagePool, PooledWindowedCache, WindowedCache, WindowedPool
-from pdkernels.cache.windowed import turns
+from pdkernels.cache import (
+    ContiguousKVCache,
+    HybridCache,
+    PagedKVCache,
+    PagePool,
+    PooledWindowedCache,
+    WindowedCache,
+    WindowedPool,
+)
+from pdkernels.cache.windowed import PAGE, turns
 from pdkernels.models.architectures.windows import Window
 
 
@@ -49,8 +57,8 @@ def new_cache(
     """For `batch` sequences of up to `capacity` tokens, one slot per layer or `slots`, on the model's device.
 
     `dtype` is the model's, float16 or int8 (`check_dtype`); None: that of the model's `cache_dtype`, if it has one, else its own. With a `pool`,
-    the cache is on its pages, and has its dtype. With `drafts`, layers of a paged cache that have `windows` keep no
-    more rows than they need (`WindowedCache`), where that is fewer.
+    the cache is on its pages, and has its dtype. With `drafts`, layers that have `windows` keep no more rows than they
+    need (`WindowedCache`), where that is fewer.
     """
     op, config = f"{type(model).__name__}.new_cache", model.config
     layers, heads = _rows_of(config, slots)
@@ -61,18 +69,17 @@ def new_cache(
     check(kind in ("contiguous", "paged"), op, "kind", "be 'contiguous' or 'paged'", repr(kind))
     dtype = dtype or getattr(model, "cache_dtype", None) or model.dtype
     check_dtype(op, "dtype", model, dtype)
-    if kind == "contiguous":
-        return ContiguousKVCache(layers, batch, capacity, *heads, dtype=dtype, device=model.device)
     check(page_size >= 1, op, "page_size", "be at least 1", page_size)
-    pages, drafts = -(-capacity // page_size), None if drafts is None else max(1, integer(op, "drafts", drafts, 0))
-    sizes = [] if drafts is None else _shorter(windows[:layers], drafts, page_size, pages)
-    if drafts is not None and any(sizes):
-        where = {"dtype": dtype, "device": model.device}
-        apart = getattr(config, "kind_heads", None) if [*map(bool, sizes)] == [*map(bool, windows[:layers])] else None
-        return WindowedCache(sizes, batch, capacity, page_size, *heads, drafts=drafts, kind_heads=apart, **where)
-    return PagedKVCache(
-        layers, batch, batch * pages, page_size, *heads, max_pages_per_sequence=pages, dtype=dtype, device=model.device
-    )
+    where: dict[str, Any] = {"dtype": dtype, "device": model.device}
+    if drafts is not None:
+        drafts, size = max(1, integer(op, "drafts", drafts, 0)), page_size if kind == "paged" else None
+        if any(kept := _shorter(windows[:layers], drafts, size or PAGE, capacity)):
+            apart = getattr(config, "kind_heads", None) if [*map(bool, kept)] == [*map(bool, windows[:layers])] else None
+            return WindowedCache(kept, batch, capacity, size, *heads, drafts=drafts, kind_heads=apart, **where)
+    if kind == "contiguous":
+        return ContiguousKVCache(layers, batch, capacity, *heads, **where)
+    pages = -(-capacity // page_size)
+    return PagedKVCache(layers, batch, batch * pages, page_size, *heads, max_pages_per_sequence=pages, **where)
 
 
 def _rows_of(config: Any, slots: int | None) -> tuple[int, tuple[int, int]]:
@@ -82,15 +89,15 @@ def _rows_of(config: Any, slots: int | None) -> tuple[int, tuple[int, int]]:
     return layers, getattr(config, "cache_heads", (config.kv_heads, config.head_dim))
 
 
-def _shorter(windows: Sequence[Window | None], drafts: int, page_size: int, pages: int) -> list[int | None]:
-    """The windows of layers for which fewer than `pages` of a text are enough."""
-    sizes = (None if window is None else window.size for window in windows)
+def _shorter(windows: Sequence[Window | None], drafts: int, page_size: int, capacity: int) -> list[int | None]:
+    """The windows of layers for which fewer pages than those of a text are enough."""
+    sizes, pages = (None if window is None else window.size for window in windows), -(-capacity // page_size)
     return [size if size is not None and turns(size, drafts, page_size) < pages else None for size in sizes]
 
 
 def expect_(cache: Any, rows: int, counts: Tensor | None) -> None:
     """Prepares a cache for a forward over `rows` rows, of which `counts` ``(batch,)`` are stored; None: all."""
-    if isinstance(cache, WindowedCache):
+    if isinstance(cache, (WindowedCache, HybridCache)):
         cache.expect_(rows, counts)
 
 

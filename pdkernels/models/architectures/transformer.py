@@ -172,7 +172,7 @@ class Transformer(nn.Module):
         torch.float16; None: `cache_dtype`. With a `pool`, of `new_pool`, its pages come from there.
 
         `drafts`: rows of a forward that may be rejected. Layers with windows then keep only what rows to come can see
-        (`pdkernels.cache.WindowedCache`), where the cache is paged, without a pool. None: they keep all rows.
+        (`pdkernels.cache.WindowedCache`), without a pool. None: they keep all rows.
         """
         return new_cache(self, batch, capacity, kind, page_size, None, dtype, pool, self.config.windows, drafts)
 

@@ -83,8 +83,10 @@ def first_seen(
     different = {window for window in windows if window is not None}
     if not different:
         return {}
-    where = torch.arange(rows, device=lengths.device) if offsets is None else offsets
-    positions = lengths[:, None] + where
+    positions = lengths[:, None]
+    if offsets is not None or rows != 1:
+        where = torch.arange(rows, device=lengths.device) if offsets is None else offsets
+        positions = positions + where
     starts = {}
     for window in different:
         first = window.first(positions)
