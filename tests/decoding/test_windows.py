@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
+from pdkernels.cache import WindowedCache
 from pdkernels.decoding import find, generate, supports
 from pdkernels.masks import TilePlan, causal, tree
 from pdkernels.models import Hybrid, HybridConfig, Transformer, TransformerConfig
@@ -164,8 +166,9 @@ def test_what_windows_are_not_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [1, 5, 16])
-def test_a_hybrid_with_local_attention(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [1, 7, 16, 128])
+def test_a_hybrid_with_local_attention(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of one that keeps all rows, with and without a cache; layers with a window keep few."""
     torch.manual_seed(0)
     mixers = ("conv", "attention", "attention")
     sizes = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 48}
@@ -174,13 +177,51 @@ def test_a_hybrid_with_local_attention(size: int, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.normal_(std=0.3)
-    texts = [[3, 9, 1, 30, 22, 7, 8, 12], [5]]
-    model = model.to(dtype)
-    greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens.tolist() for text in texts]
-    for page_size in (None, 7):
-        found = generate(model, texts, "jacobi", max_new_tokens=NEW, end_tokens=(), block_size=9, page_size=page_size)
-        assert [tokens.tolist() for tokens in found.tokens] == greedy
-    if dtype == torch.float32:  # with and without a cache
-        for text, new in zip(texts, greedy, strict=True):
-            logits = model(torch.tensor([text + new]))[0, len(text) - 1 : -1]
-            assert logits.argmax(-1).tolist() == new
+    model, made, make = model.to(dtype), list[Any](), Hybrid.new_cache
+
+    def noting(self: Hybrid, *arguments: Any, **options: Any) -> Any:
+        made.append(make(self, *arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Hybrid, "new_cache", noting)
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "end_tokens": ()}
+    long = torch.randint(39, (560,), generator=torch.Generator().manual_seed(7)).tolist()
+    for texts in ([[3, 9, 1, 30, 22, 7, 8, 12], [5]], [long, [5], long[:300]]):
+        with monkeypatch.context() as patch:
+            patch.setattr(import_module("pdkernels.decoding.generate"), "keeps_windows", lambda model: False)
+            greedy = [generate(model, text, **settings).tokens.tolist() for text in texts]
+        made.clear()
+        assert generate(model, texts[0], **settings).tokens.tolist() == greedy[0]
+        for method, options in (("jacobi", {"block_size": size + 9}), ("suffix", {})):
+            for page_size in (None, 7):
+                found = generate(model, texts, method, page_size=page_size, **settings, **options)
+                assert [tokens.tolist() for tokens in found.tokens] == greedy
+        if len(texts) == 3:
+            assert all(isinstance(cache.kv, WindowedCache) for cache in made) and len(made) == 5
+        if dtype == torch.float32 and len(texts) == 2:
+            for text, new in zip(texts, greedy, strict=True):
+                logits = model(torch.tensor([text + new]))[0, len(text) - 1 : -1]
+                assert logits.argmax(-1).tolist() == new
+
+
+def test_cuts_of_a_hybrid_with_windows() -> None:
+    """To where both the states and the windows can go back; what is refused changes nothing."""
+    sizes = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 48}
+    config = HybridConfig(40, layers=2, mixers=("conv", "attention"), windows=(None, Window(7)), **sizes)
+    model = Hybrid(config).requires_grad_(False)
+    cache, whole = model.new_cache(1, 400, drafts=3), model.new_cache(1, 400)
+    tokens = torch.randint(39, (1, 330))
+    for each in (cache, whole):
+        model(tokens[:, :320], cache=each)
+    with pytest.raises(ValueError, match="commit_: counts must keep all but the last 3 rows of a text's first forward"):
+        cache.commit_(torch.tensor([300]))
+    for each in (cache, whole):
+        each.commit_(torch.tensor([320]))
+    assert (cache.earliest(0), whole.earliest(0)) == (317, 256)
+    with pytest.raises(ValueError, match="trim_: new_lengths must be 0 or at least 317"):
+        cache.trim_(310)
+    for each in (cache, whole):
+        each.trim_(318)
+    assert torch.equal(model(tokens[:, 318:], cache=cache), model(tokens[:, 318:], cache=whole))
+    cache.reset_()
+    assert cache.earliest(0) == 0

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from pdkernels._validation import check, check_flag, check_type, fail
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache, HybridCache, PagePool, StateShape
-from pdkernels.cache.contiguous import KVCacheBase
 from pdkernels.masks import TilePlan, causal
 from pdkernels.models.architectures import fused, packing, tree_scan
 from pdkernels.models.architectures.attention import (  # fmt: skip
@@ -390,20 +389,22 @@ class Hybrid(nn.Module):
         page_size: int = 16,
         dtype: torch.dtype | None = None,
         pool: PagePool | None = None,
+        drafts: int | None = None,
     ) -> HybridCache:
-        """As `Transformer.new_cache`, of keys, values and states; `dtype` and `pool` are those of keys and values."""
-        kv = new_cache(self, batch, capacity, kind, page_size, self._attention, dtype, pool)
-        assert isinstance(kv, KVCacheBase)  # nothing was said of drafts
+        """As `Transformer.new_cache`, of keys, values and states; `dtype`, `pool` and `drafts` are those of keys and
+        values."""
+        windows = [self.config.windows[layer] for layer in self._attends] if self.config.windows else []
+        kv = new_cache(self, batch, capacity, kind, page_size, len(self._attends), dtype, pool, windows, drafts)
         return HybridCache(kv, dict(self._states()))
 
     def new_pool(self, num_pages: int, page_size: int) -> PagePool:
         """Pages of keys and values that several caches of this model share (`new_cache`)."""
-        return new_pool(self, num_pages, page_size, self._attention)
+        return new_pool(self, num_pages, page_size, len(self._attends))
 
     @property
-    def _attention(self) -> int:
-        """Layers with keys and values."""
-        return self.config.mixers.count("attention")
+    def _attends(self) -> list[int]:
+        """The layers with keys and values."""
+        return [layer for layer, mixer in enumerate(self.config.mixers) if mixer == "attention"]
 
     def _states(self) -> Iterator[tuple[Any, StateShape]]:
         config, dtype = self.config, self.dtype
