@@ -14,7 +14,11 @@ from pdkernels.decoding.steps import DraftSteps, Rows, Steps
 from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
 from pdkernels.generation.session import Session, has_no_choice, to_device_async
+from pdkernels.models.protocols import keeps_windows
 from pdkernels.ops import verify_draft
+
+UNREAD = 16
+"""Rows that may wait while nothing is drafted: a drafter reads them together."""
 
 
 class DrafterSteps(DraftSteps):
@@ -48,7 +52,9 @@ class DrafterSteps(DraftSteps):
         columns = {"draft": 1, "verified": slots, "predictions": slots, "checked": None}
         self.allocate(session, slots, page_size, costs=costs, rows=rows, **columns)
         self.drafter = drafter
-        self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + max(slots, drafted))
+        room = max(slots, drafted)
+        few = {"drafts": room + UNREAD} if keeps_windows(drafter) else {}
+        self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + room, **few)
         here, there = self.cache.lengths.device, self.drafted.lengths.device
         check(here == there, op, "drafter", f"be on the model's device ({here})", there)
 

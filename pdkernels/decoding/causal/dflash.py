@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding.causal._drafter import checked_drafter
+from pdkernels.decoding.causal._drafter import UNREAD, checked_drafter
 from pdkernels.decoding.causal._features import FeatureSteps, check_sizes, shared_head
 from pdkernels.decoding.costs import BlockSize, checked_block_size, draft_seconds, step_costs
 from pdkernels.decoding.steps import decoder
@@ -23,8 +23,6 @@ from pdkernels.generation.session import Session
 from pdkernels.models import DFlashHead, load_drafter
 
 _OP = "decoding.dflash"
-
-_UNREAD = 16  # rows that may wait while nothing is drafted: the head reads them together
 
 
 class DFlashSteps(FeatureSteps):
@@ -69,7 +67,7 @@ class DFlashSteps(FeatureSteps):
             timed = Drafts(head, self.embed, shared)
             costs = costs.later(draft_seconds(timed, self.rows * session.batch), draft_seconds(timed, self.rows))
         self.allocate_drafter(_OP, session, slots, page_size, head, costs, drafted=self.rows)
-        self.allocate_features(session, head, slots + _UNREAD)
+        self.allocate_features(session, head, slots + UNREAD)
         device = self.cache.device
         self.masks = torch.full((session.batch, self.rows - 1), head.config.mask_token, device=device)
         self.after = torch.arange(1, slots + 1, device=device)

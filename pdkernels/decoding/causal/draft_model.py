@@ -105,7 +105,9 @@ class DraftModelSteps(DrafterSteps):
         self.most = 1
 
     def draft(self, width: int) -> torch.Tensor:
-        busy, unread = self.entry.pending.sign(), self.cache.lengths - self.drafted.lengths + 1
+        busy = self.entry.pending.sign()
+        self._catch_up(busy)
+        unread = self.cache.lengths - self.drafted.lengths + 1
         places = self.drafted.lengths[:, None] + torch.arange(self.most, device=unread.device)
         tokens = self.text.gather(1, places.clamp(max=self.text.shape[1] - 1))
         guesses, counts = [], unread * busy
@@ -120,6 +122,18 @@ class DraftModelSteps(DrafterSteps):
             counts, rows = busy, torch.zeros_like(rows)
         self.most = 1
         return torch.cat(guesses, 1)
+
+    def _catch_up(self, busy: torch.Tensor) -> None:
+        """Reads the text until what is left fits into a forward, of which layers with windows have room for some rows."""
+        room = getattr(self.drafted, "drafts", self.most)
+        while self.most > room:
+            unread = self.cache.lengths - self.drafted.lengths + 1
+            counts = ((unread - 1) * busy).clamp(max=room)
+            places = self.drafted.lengths[:, None] + torch.arange(room, device=unread.device)
+            tokens = self.text.gather(1, places.clamp(max=self.text.shape[1] - 1))
+            self._read(tokens, counts, torch.zeros_like(counts)[:, None])
+            self.drafted.commit_(counts)
+            self.most = max(1, self.most - room)
 
     def _read(self, tokens: torch.Tensor, counts: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         """The drafter's logits for the target's vocabulary. Ids that it lacks are read as another one, which only costs

@@ -16,7 +16,7 @@ import torch
 
 from pdkernels._philox import uniforms_at
 from pdkernels._validation import check, check_type, refuse
-from pdkernels.decoding.causal._drafter import checked_drafter
+from pdkernels.decoding.causal._drafter import UNREAD, checked_drafter
 from pdkernels.decoding.causal._features import FeatureSteps, check_sizes, shared_head
 from pdkernels.decoding.causal._tree import Growth, Tree
 from pdkernels.decoding.costs import BlockSize, checked_block_size, draft_seconds, guess_seconds, step_costs
@@ -31,7 +31,6 @@ from pdkernels.models.drafters.rows import BranchRows
 
 _LONGEST = 8  # of drafts whose length is chosen
 _NODES = 1024  # of a tree
-_UNREAD = 16  # rows that may wait while nothing is drafted: the head reads them together
 
 
 class EagleSteps(FeatureSteps):
@@ -100,7 +99,7 @@ class EagleSteps(FeatureSteps):
         self.plans: dict[int, TreePlans] = {}
         ids = head.vocabulary.tolist() if self.branches > 1 else []
         self.hidden_ids = tuple(number for number, token in enumerate(ids) if token in self.banned)
-        self.allocate_features(session, head, slots + _UNREAD)
+        self.allocate_features(session, head, slots + UNREAD)
         self.tokens = torch.zeros(session.batch, self.room, dtype=torch.int64, device=self.cache.device)
         """The tokens after these rows."""
 

@@ -9,7 +9,7 @@ otherwise, what comes before them (speculators, models/dflash/attention.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol, cast
@@ -21,10 +21,12 @@ from pdkernels._validation import check, check_flag, check_type, message
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models.architectures.attention import Seen, Visibility, rotated
+from pdkernels.models.architectures.caches import expect_
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.layer import Layer, Matrix
 from pdkernels.models.architectures.taps import checked_taps
+from pdkernels.models.architectures.windows import Window
 from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
 from pdkernels.models.drafters.rows import new_rows, rotation_at, tables_of
 
@@ -124,6 +126,11 @@ class DFlashHead(DrafterHead):
         """What it reads of the target's `features` ``(batch, T, taps, hidden_size)``: ``(batch, T, hidden_size)``."""
         return rms_norm(linear(features.flatten(-2), self.fc), self.hidden_norm, self.config.body.norm_eps)
 
+    @property
+    def cached_windows(self) -> Sequence[Window | None]:
+        # All rows of a block see as many rows of the context as the window has.
+        return [None if window is None else Window(window.size + 1) for window in self.config.body.windows]
+
     @torch.no_grad()
     def read(self, hidden: Tensor, *, cache: Cache, counts: Tensor | None = None) -> None:
         """Stores K and V of the `fused` features ``(batch, T, hidden_size)`` after the committed rows; `commit_` then
@@ -132,6 +139,7 @@ class DFlashHead(DrafterHead):
         Only the first `counts` ``(batch,)`` rows of each sequence are stored.
         """
         body, rows = self.config.body, hidden.shape[1]
+        expect_(cache, rows, counts)
         positions = cache.lengths[:, None] + torch.arange(rows, device=cache.lengths.device)
         rotation = rotation_at(self.tables, hidden, cache.capacity + rows, positions)
         for index, layer in enumerate(self.layers):

@@ -4,6 +4,7 @@ packed matrices."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -15,6 +16,7 @@ from pdkernels.models.architectures.caches import new_cache
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.layer import Matrix
 from pdkernels.models.architectures.packing import adopt_, quantized_state
+from pdkernels.models.architectures.windows import Window
 from pdkernels.models.drafters.rows import DRAFTER_MATRICES
 
 if TYPE_CHECKING:
@@ -66,10 +68,21 @@ class DrafterHead(nn.Module):
         return self.norm.device
 
     def new_cache(
-        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        kind: Literal["contiguous", "paged"] = "contiguous",
+        page_size: int = 16,
+        drafts: int | None = None,
     ) -> Cache:
         """As `Transformer.new_cache`. Rows that are drafted need room past the text."""
-        return new_cache(self, batch, capacity, kind, page_size)
+        return new_cache(self, batch, capacity, kind, page_size, windows=self.cached_windows, drafts=drafts)
+
+    @property
+    def cached_windows(self) -> Sequence[Window | None]:
+        """Of each layer, what rows to come see of the cached ones; empty: all of them."""
+        return ()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The rows of its own embedding."""
