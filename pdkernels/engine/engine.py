@@ -34,6 +34,7 @@ from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams,
 from pdkernels.generation.prompts import Prompts
 from pdkernels.generation.session import Session
 from pdkernels.models.checkpoints.request_adapters import checked_name, load_adapter, unload_adapter
+from pdkernels.models.protocols import keeps_windows
 
 _OP = "Engine.submit"
 _BUCKET = 32  # canvases of one batch are padded to a multiple of this many prompt tokens
@@ -401,7 +402,7 @@ class Engine:
 
         def session_of(rows: int) -> Session:
             largest = Session(model, [[0] * longest] * rows, limit, ends, None, False, params=params)
-            largest.filters, largest.pool = filters, pool
+            largest.filters, largest.pool, largest.keeps_windows = filters, pool, keeps_windows(self.model)
             if kind.follows_grammars:
                 largest.grammar = session.grammar
             return largest

@@ -64,7 +64,7 @@ class Prefixes:
         """Copies the rows of a prompt, the first sequence of `cache`."""
         if not _SHORTEST <= len(prompt) <= self.limit:
             return
-        tokens = torch.tensor(prompt, dtype=torch.int64)
+        tokens, shorter = torch.tensor(prompt, dtype=torch.int64), list[int]()
         for number, (other, cached, owned) in list(self._kept.items()):
             if other != owner:
                 continue
@@ -75,16 +75,16 @@ class Prefixes:
             ):
                 self._kept.move_to_end(number)
                 return
-            if (
-                len(cached) <= len(tokens)
-                and torch.equal(tokens[: len(cached)], cached)
-                and _goes_back(cache, len(cached))
-            ):
+            if len(cached) <= len(tokens) and torch.equal(tokens[: len(cached)], cached):
+                shorter.append(number)
+        # One of layers with windows has no more than their last rows, however short the text is.
+        copy = (getattr(cache, "another", None) or owner[0].new_cache)(1, len(tokens))
+        copy.copy_row_(0, cache, 0, len(tokens))
+        for number in shorter:
+            if _goes_back(copy, len(self._kept[number][1])):
                 self._drop(number)
         while self.tokens + len(tokens) > self.limit:
             self._drop(next(iter(self._kept)))
-        copy = owner[0].new_cache(1, len(tokens))
-        copy.copy_row_(0, cache, 0, len(tokens))
         self._kept[self._number] = owner, tokens, copy
         self._number += 1
         self.tokens += len(tokens)

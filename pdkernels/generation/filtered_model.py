@@ -6,7 +6,7 @@ verified draft, and in a batch. The tokens of cached rows are kept next to their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ class TextCache:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    @property
+    def another(self) -> Callable[[int, int], TextCache] | None:
+        """As that of a `WindowedCache`; None: the cache is another one."""
+        make = getattr(self.inner, "another", None)
+        return None if make is None else lambda batch, capacity: TextCache(make(batch, capacity), batch, capacity)
 
     def slots(self, lengths: Tensor, rows: int) -> Tensor:
         """The slots of new rows, ``(batch, rows)``; rows past the capacity are padding, in the last slot."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import pdkernels as pd
+from pdkernels.cache import WindowedCache
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5.20")
 from pdkernels.integrations.transformers import PdCache, from_transformers, generate, register, wrap  # noqa: E402
@@ -82,10 +84,13 @@ def test_texts_longer_than_what_their_pages_keep(family: str, window: int) -> No
     for own in models:
         cache: Any = own.new_cache(1, 450, kind="paged", page_size=7, drafts=12)
         assert {size: pages.pages <= 48 for size, pages in cache.turning.items()} == {window: True}
-        for method, options in {"autoregressive": {}, "jacobi": {"block_size": 12}, "suffix": {}}.items():
-            settings = {"max_new_tokens": NEW, "end_tokens": (), "page_size": 7}
-            found = pd.decoding.generate(own, prompts, method, **settings, **options).tokens
-            assert [tokens.tolist() for tokens in found] == expected, method
+        methods: dict[str, Any] = {"autoregressive": {}, "jacobi": {"block_size": 12}, "suffix": {}}
+        for method, page_size in product(methods, (7, None)):
+            settings: dict[str, Any] = {"max_new_tokens": NEW, "end_tokens": (), "page_size": page_size}
+            settings |= methods[method]
+            for texts, tokens in ((prompts, expected), (prompts[:1], expected[:1])):
+                found = pd.decoding.generate(own, texts, method, **settings).tokens
+                assert [row.tolist() for row in found] == tokens, method
 
 
 @pytest.mark.parametrize("family", ["Mistral", "GptOss", "Gemma3Text"])
@@ -163,3 +168,47 @@ def test_a_rule_that_is_no_window_ends_texts_where_it_hides_something() -> None:
     assert _window_of(lambda b, h, q, k: k // 9 == q // 9, 9, 100, device) == Window(9, chunked=True)
     assert _window_of(lambda b, h, q, k: (k > q - 9) | (k == 0), 9, 100, device) is None
     assert _window_of(lambda b, h, q, k: (k > q - 9) & ((q < 50) | (k > q - 5)), 9, 100, device) is None
+
+
+@pytest.mark.parametrize("family", ["Mistral", "GptOss", "Gemma3Text"])
+@pytest.mark.parametrize("window", [1, 7, 16, 128])
+@pytest.mark.filterwarnings("ignore")
+def test_an_engine_keeps_the_last_rows(family: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests and of earlier prompts, which later ones go on with."""
+    model = model_with(family, window)
+    wrapped, made = wrap(model), list[Any]()
+    make, another = type(wrapped).new_cache, WindowedCache.another
+
+    def noting(self: Any, *arguments: Any, **options: Any) -> Any:
+        made.append(make(self, *arguments, **options))
+        return made[-1]
+
+    def kept(self: WindowedCache, batch: int, capacity: int) -> WindowedCache:
+        cache = another(self, batch, capacity)
+        made.append(cache)
+        return cache
+
+    monkeypatch.setattr(type(wrapped), "new_cache", noting)
+    monkeypatch.setattr(WindowedCache, "another", kept)
+    first = [(11 * i) % 50 + 3 for i in range(400)]
+    # A prompt that goes on with all of the first, one that leaves it, and another.
+    prompts = [first, [*first, 5, 9, 11, 30], [*first[:350], 4, 4, 8, 21], [7]]
+    expected = [theirs(model, prompt, cached=window > 1) for prompt in prompts]
+    sizes: dict[str, Any] = {
+        "max_running": 3,
+        "max_prompt_tokens": 430,
+        "max_new_tokens": NEW,
+        "prompt_tokens_per_step": 90,
+    }
+    with pd.Engine(wrapped, **sizes) as engine:
+        for method, options in (("autoregressive", {}), ("jacobi", {"block_size": window + 9 if window < 128 else 20})):
+            made.clear()
+            settings: dict[str, Any] = {"max_new_tokens": NEW, "end_tokens": (), **options}
+            handles = [engine.submit(prompt, method, **settings) for prompt in prompts]
+            assert [handle.result().tokens.tolist() for handle in handles] == expected
+            later = engine.submit(prompts[1], method, **settings)
+            assert later.result().tokens.tolist() == expected[1] and later.reused >= 400
+            assert made and all(isinstance(cache, WindowedCache) for cache in made if cache.capacity > 400)
+            for cache in made:
+                rows = [pages.pages * pages.page_size for pages in getattr(cache, "turning", {}).values()]
+                assert all(count <= window + 2 * max(cache.drafts, 90) + 128 + 2 * 16 for count in rows)

@@ -283,6 +283,7 @@ class RunningBatch:
             largest.model, prompts, largest.max_new_tokens, largest.end_tokens, None, False, params=largest.params
         )
         session.filters, session.pool = largest.filters, largest.pool
+        session.keeps_windows = largest.keeps_windows
         return session
 
     def _other_cache(self) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_choice, check_type, message
 from pdkernels.cache import Cache, HybridCache, StateShape
-from pdkernels.cache.contiguous import KVCacheBase
 from pdkernels.integrations.transformers._attention import attention
 from pdkernels.integrations.transformers._experts import NAME, register_experts
 from pdkernels.integrations.transformers._given import check_loaded, without_adapter
@@ -203,16 +202,12 @@ class WrappedModel:
         page_size: int = 16,
         drafts: int | None = None,
     ) -> Cache:
-        """As `Transformer.new_cache`; a `pdkernels.cache.HybridCache` for a model with recurrent layers, which keeps
-        all rows."""
+        """As `Transformer.new_cache`; a `pdkernels.cache.HybridCache` for a model with recurrent layers."""
         config = self.config
         slots = len(config.attends) or None
-        if config.states is not None:
-            kv = new_cache(self, batch, capacity, kind, page_size, slots)
-            assert isinstance(kv, KVCacheBase)  # it has no windows
-            return HybridCache(kv, config.states)
         windows = [config.windows.get(layer) for layer in config.attends or range(config.layers)]
-        return new_cache(self, batch, capacity, kind, page_size, slots, windows=windows, drafts=drafts)
+        cache = new_cache(self, batch, capacity, kind, page_size, slots, windows=windows, drafts=drafts)
+        return cache if config.states is None else cast(Cache, HybridCache(cache, config.states))
 
     @torch.no_grad()
     def hidden(
