@@ -141,6 +141,7 @@ class WindowedCache(AdaptedSequences):
         self.capacity, self.kv_heads, self.head_dim = width * self.page_size, kv_heads, head_dim
         self.windows = tuple(None if window is None else integer(op, "windows", window, 1) for window in windows)
         self._width, self._paged = width, page_size is not None
+        self._kind_heads = kind_heads
         full, local = kind_heads or ((kv_heads, head_dim), (kv_heads, head_dim))
         where: dict[str, Any] = {"dtype": dtype, "device": torch.device(device)}
         self._like = {"page_size": self.page_size, "kv_heads": local[0], "head_dim": local[1], **where}
@@ -170,7 +171,8 @@ class WindowedCache(AdaptedSequences):
     def another(self, batch: int, capacity: int) -> WindowedCache:
         """An empty cache of the same layers, for texts that others go on with: where they are, or some rows before."""
         sizes = self.windows, batch, capacity, self.page_size if self._paged else None, self.kv_heads, self.head_dim
-        return WindowedCache(*sizes, drafts=_AGAIN, dtype=self.dtype, device=self.device)
+        where = {"dtype": self.dtype, "device": self.device}
+        return WindowedCache(*sizes, drafts=_AGAIN, kind_heads=self._kind_heads, **where)
 
     def _new_pages(self, window: int) -> TurningPages:
         layers = self.windows.count(window)

@@ -74,7 +74,9 @@ def new_cache(
     if drafts is not None:
         drafts, size = max(1, integer(op, "drafts", drafts, 0)), page_size if kind == "paged" else None
         if any(kept := _shorter(windows[:layers], drafts, size or PAGE, capacity)):
-            apart = getattr(config, "kind_heads", None) if [*map(bool, kept)] == [*map(bool, windows[:layers])] else None
+            apart = (
+                getattr(config, "kind_heads", None) if [*map(bool, kept)] == [*map(bool, windows[:layers])] else None
+            )
             return WindowedCache(kept, batch, capacity, size, *heads, drafts=drafts, kind_heads=apart, **where)
     if kind == "contiguous":
         return ContiguousKVCache(layers, batch, capacity, *heads, **where)
