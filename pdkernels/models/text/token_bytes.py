@@ -75,3 +75,29 @@ def token_bytes(tokenizer: Any, name: str) -> list[bytes]:
         if token < len(tokens):
             tokens[token] = b"" if entry.special else entry.content.encode()
     return tokens
+
+
+def split_runs(tokens: list[str]) -> list[str]:
+    """Tokens with an empty one around each byte token that is no part of a UTF-8 character, so that a decoder which
+    takes a run of them as a whole spares the characters beside it.
+
+    >>> split_runs(["<0xC3>", "<0xA9>", "<0xC3>", "a"])
+    ['<0xC3>', '<0xA9>', '', '<0xC3>', '', 'a']
+    """
+    found, at = list[str](), 0
+    values = [int(match[1], 16) if (match := _BYTE.fullmatch(token)) else None for token in tokens]
+    while at < len(tokens):
+        length = next((n for n in (1, 2, 3, 4) if _is_character(values[at : at + n])), 0)
+        if values[at] is None or length:
+            found += tokens[at : at + max(length, 1)]
+        else:
+            found += ["", tokens[at], ""]
+        at += max(length, 1)
+    return found
+
+
+def _is_character(values: list[int | None]) -> bool:
+    try:
+        return len(bytes(value for value in values if value is not None).decode()) == 1 and None not in values
+    except UnicodeDecodeError:
+        return False

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pdkernels._validation import check, check_text, fail, message, sentence
 from pdkernels.models.text.chat import ChatTemplate, Messages
-from pdkernels.models.text.token_bytes import skips_first_space, token_bytes
+from pdkernels.models.text.token_bytes import skips_first_space, split_runs, token_bytes
 from pdkernels.models.text.tokenizer_bounds import check_bounds
 from pdkernels.models.text.tokenizer_files import TokenizerFiles
 
@@ -208,13 +208,23 @@ class JsonTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        with naming(self._name, "decode the ids"):
-            return str(self._tokenizer.decode([int(i) for i in ids]))
+        return self._decode([int(i) for i in ids], True)
 
     def decode_all(self, ids: Iterable[int]) -> str:
         """The text including special tokens, in which stop strings are searched."""
+        return self._decode([int(i) for i in ids], False)
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """The library makes replacement characters of a whole run of byte tokens that is not UTF-8. As in sentencepiece,
+        those that are no part of a character alone become one each."""
         with naming(self._name, "decode the ids"):
-            return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+            text = str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+            if "\ufffd" not in text or "ByteFallback" not in str(self._tokenizer.decoder):
+                return text
+            added = self._tokenizer.get_added_tokens_decoder()
+            skipped = {token for token, entry in added.items() if entry.special} if skip_special_tokens else set()
+            names = (self._tokenizer.id_to_token(token) for token in ids if token not in skipped)
+            return str(self._tokenizer.decoder.decode(split_runs([name for name in names if name is not None])))
 
     def incremental(self) -> IncrementalDecoder:
         return _JsonStream(self)
