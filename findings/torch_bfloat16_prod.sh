@@ -31,5 +31,5 @@ prod = abs(factors.prod().item() - 2397) > 240 and abs(factors.cumprod(0)[-1].it
 sys.exit(not (prod and all(sums[name].item() == 256 for name in few) and all(sums[name].item() == 1000 for name in whole)))
 PYTHON
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q --disable-pip-version-check torch==2.13.0 numpy==2.4.6
+"$folder/venv/bin/pip" install -q --disable-pip-version-check --no-compile torch==2.13.0 numpy==2.4.6
 "$folder/venv/bin/python" "$folder/seen.py"

@@ -46,5 +46,7 @@ for schema, text, strict, accepted, valid in cases:
 sys.exit(not right)
 PYTHON
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q --disable-pip-version-check torch==2.13.0 xgrammar==0.2.9 jsonschema==4.26.0 numpy==2.4.6
+pip=("$folder/venv/bin/pip" install -q --disable-pip-version-check --no-compile)
+"${pip[@]}" torch==2.13.0 transformers==5.24.0 apache-tvm-ffi==0.1.15.post2 jsonschema==4.26.0 numpy==2.4.6 pydantic==2.14.4
+"${pip[@]}" --no-deps xgrammar==0.2.9  # it requires triton too, which it does not use on a CPU
 "$folder/venv/bin/python" "$folder/seen.py"

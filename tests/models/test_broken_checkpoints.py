@@ -333,7 +333,10 @@ def _pattern(sentence: str) -> str:
 def test_numbers_that_need_scales_are_refused(dtype: torch.dtype, folder: Path, state: dict[str, torch.Tensor]) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     spoilt = {**state, name: torch.ones(state[name].shape).to(dtype)}
-    save_file(spoilt, folder / "model.safetensors")
+    try:
+        save_file(spoilt, folder / "model.safetensors")
+    except KeyError:
+        pytest.skip("this safetensors does not write such numbers")
     sentence = rf"model\.safetensors: {name} must be float64, float32, bfloat16, float16, got .*\. Our models do not read quantized"
     with pytest.raises(NotImplementedError, match=sentence):
         models.load(folder)
