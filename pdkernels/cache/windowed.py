@@ -171,7 +171,7 @@ class WindowedCache(AdaptedSequences):
     def another(self, batch: int, capacity: int) -> WindowedCache:
         """An empty cache of the same layers, for texts that others go on with: where they are, or some rows before."""
         sizes = self.windows, batch, capacity, self.page_size if self._paged else None, self.kv_heads, self.head_dim
-        where = {"dtype": self.dtype, "device": self.device}
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         return WindowedCache(*sizes, drafts=_AGAIN, kind_heads=self._kind_heads, **where)
 
     def _new_pages(self, window: int) -> TurningPages:
