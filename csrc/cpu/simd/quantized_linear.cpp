@@ -8,11 +8,11 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// The outputs [first, first + count) of the rows of a piece from their sums.
+// The outputs [first, first + count) of the rows of a piece from their sums, where they are not there yet.
 template <class T>
 void finish(const QuantizedLinearArgs& args, const Piece& piece, int64_t first, int64_t count) {
   const T* bias = static_cast<const T*>(args.bias);
-  for (int64_t row = piece.row; row < piece.row + piece.rows; ++row) {
+  for (int64_t row = piece.left(); row < piece.row + piece.rows; ++row) {
     const float* sums = piece.of(row);
     T* out = args.out.row<T>(row) + first;
     for_vectors(0, count, [&](int64_t at, auto lanes) {
@@ -22,57 +22,87 @@ void finish(const QuantizedLinearArgs& args, const Piece& piece, int64_t first, 
   }
 }
 
-// The largest of all lanes, and the sum of all: by halves, as the compiler does not.
-template <class Lanes, class Join>
-PDK_INLINE auto joined(Lanes x, const Join& join) {
-  constexpr int lanes = sizeof(Lanes) / sizeof(x[0]);
-  if constexpr (lanes == 1) {
-    return x[0];
-  } else {
-    typedef decltype(x[0] + 0) Number;
-    typedef Number HalfOf __attribute__((vector_size(sizeof(Lanes) / 2)));
-    struct {
-      HalfOf low, high;
-    } parts = __builtin_bit_cast(decltype(parts), x);
-    return joined(join(parts.low, parts.high), join);
+// Blocks of a row of x that are quantised together, a lane each.
+constexpr int kBlocks = kLanes > 8 ? 8 : 4;
+
+// Lane i of the result joins all lanes of rows[i]; further lanes repeat them.
+template <int kDistance = 1, class Join>
+PDK_INLINE Ints joined(Ints (&rows)[kBlocks], const Join& join) {
+  constexpr bool apart = kDistance < kBlocks;  // rows meet; after that the only one meets itself
+#pragma GCC unroll 8
+  for (int i = 0; i < (apart ? kBlocks : 1); i += 2 * kDistance) {
+    Ints other = rows[apart ? i + kDistance : i];
+    exchange<kDistance>(rows[i], other);
+    rows[i] = join(rows[i], other);
+  }
+  if constexpr (2 * kDistance < kLanes) return joined<2 * kDistance>(rows, join);
+  return rows[0];
+}
+
+// Some blocks of a row from `x` on. Codes are round(x * (127 / max)), ties to even, of blocks whose largest magnitude
+// is max. A block below 2^-100 is zero; one with an infinity or NaN has the scale NaN and codes of zero.
+template <class T>
+PDK_INLINE void quantize_blocks(const T* x, QuantizedBlock* block) {
+  constexpr int size = Layout::kBlock, vectors = size / kLanes;
+  constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers, which are then in the low bits
+  const auto larger_of = [](Ints a, Ints b) { return a > b ? a : b; };
+  Ints joins[kBlocks];
+#pragma GCC unroll 8
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma GCC unroll 8
+    for (int i = 0; i < vectors; ++i) {
+      const Ints magnitude = reinterpret_cast<Ints>(load(x + b * size + i * kLanes, Whole{})) & 0x7fffffff;
+      joins[b] = i == 0 ? magnitude : larger_of(magnitude, joins[b]);
+    }
+  }
+  const Ints bits = joined(joins, larger_of), finite = bits < 0x7f800000;
+  const Vec max = reinterpret_cast<Vec>(bits);
+  const Ints counted = finite & (max >= 0x1p-100f);
+  const Vec inverse = choose(counted, 127.0f / max, Vec{});
+  T numbers[kBlocks * size];
+  if (bits_of(~finite) != 0) {
+    for (int i = 0; i < kBlocks * size; ++i) numbers[i] = finite[i / size] ? x[i] : T{};
+    x = numbers;
+  }
+#pragma GCC unroll 8
+  for (int b = 0; b < kBlocks; ++b, x += size) {
+#pragma GCC unroll 8
+    for (int i = 0; i < vectors; ++i) {
+      const Vec shifted = rounded(load(x + i * kLanes, Whole{}) * inverse[b]) + rounder;
+      const Ints whole = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+      const Ints placed = i < vectors / 2 ? whole : whole << 16;  // the sum of either half fits
+      joins[b] = i == 0 ? placed : joins[b] + placed;
+      int8_t* codes = block[b * QuantizedRows::kGroup].codes + i * kLanes;
+      *reinterpret_cast<LooseSigned*>(codes) = __builtin_convertvector(whole, LooseSigned);
+    }
+  }
+  const Ints both = joined(joins, [](Ints a, Ints b) { return a + b; });
+  const Ints first = both << 16 >> 16, sum = ((both - first) >> 16) + first;
+  const Vec scale = choose(counted, max / 127.0f, choose(finite, Vec{}, splat(__builtin_nanf(""))));
+  Ints rows[4] = {reinterpret_cast<Ints>(scale), reinterpret_cast<Ints>(to_vec(sum) * scale), -sum, -first};
+  exchange<1>(rows[0], rows[1]), exchange<1>(rows[2], rows[3]);
+  exchange<2>(rows[0], rows[2]), exchange<2>(rows[1], rows[3]);
+#pragma GCC unroll 8
+  for (int b = 0; b < kBlocks; ++b) {
+    const auto* four = reinterpret_cast<const char*>(&rows[b % 4]) + b / 4 * 16;
+    __builtin_memcpy(&block[b * QuantizedRows::kGroup].scale, four, 16);
   }
 }
 
-// A row of x: codes are round(x * (127 / max)), ties to even, of blocks whose largest magnitude is max. A block below
-// 2^-100 is zero; one with an infinity or NaN has the scale NaN.
 template <class T>
 void quantize_row(const T* x, int64_t width, const QuantizedRows& to, int64_t row) {
-  constexpr int size = Layout::kBlock, vectors = size / kLanes;
-  const auto plus = [](auto a, auto b) { return a + b; };
-  const auto most = [](auto a, auto b) { return a > b ? a : b; };
-  QuantizedBlock* block = to.row(row);
-  for (int64_t b = 0; b < to.blocks; ++b, block += QuantizedRows::kGroup) {
-    const int64_t begin = b * size;
-    Vec values[vectors];
-    Words largest{};
-#pragma GCC unroll 8
-    for (int i = 0; i < vectors; ++i) {
-      const int64_t at = begin + i * kLanes;
-      values[i] = at + kLanes <= width ? load(x + at, Whole{}) : at < width ? load(x + at, Part{width - at}) : Vec{};
-      largest = most(largest, reinterpret_cast<Words>(values[i]) & 0x7fffffffu);
+  constexpr int size = Layout::kBlock;
+  for (int64_t begin = 0; begin < to.blocks; begin += kBlocks) {
+    // Some of the last blocks may have been there already.
+    const int64_t at = larger(smaller(begin, to.blocks - kBlocks), 0), left = width - at * size;
+    const bool whole = left >= kBlocks * size;
+    QuantizedBlock *block = to.row(row) + at * QuantizedRows::kGroup, found[kBlocks * QuantizedRows::kGroup];
+    T padded[kBlocks * size];
+    for (int64_t i = 0; !whole && i < kBlocks * size; ++i) padded[i] = i < left ? x[at * size + i] : T{};
+    quantize_blocks(whole ? x + at * size : padded, whole ? block : found);
+    for (int64_t b = 0; !whole && b < smaller(kBlocks, to.blocks); ++b) {
+      block[b * QuantizedRows::kGroup] = found[b * QuantizedRows::kGroup];
     }
-    const uint32_t bits = joined(largest, most);
-    const float max = __builtin_bit_cast(float, bits);
-    const bool finite = bits < 0x7f800000u, counted = finite && max >= 0x1p-100f;
-    const float inverse = counted ? 127.0f / max : 0.0f;
-    constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers, which are then in the low bits
-    Ints halves[2]{};
-#pragma GCC unroll 8
-    for (int i = 0; i < vectors; ++i) {
-      const Vec shifted = rounded(values[i] * inverse) + rounder;
-      const Ints whole = counted ? reinterpret_cast<Ints>(shifted) - 0x4b400000 : Ints{};
-      halves[i / (vectors / 2)] += whole;
-      *reinterpret_cast<LooseSigned*>(block->codes + i * kLanes) = __builtin_convertvector(whole, LooseSigned);
-    }
-    const int32_t first = joined(halves[0], plus), sum = first + joined(halves[1], plus);
-    block->scale = counted ? max / 127.0f : finite ? 0.0f : __builtin_nanf("");
-    block->scaled_sum = static_cast<float>(sum) * block->scale;
-    block->negative_sum = -sum, block->negative_half = -first;
   }
 }
 
@@ -108,15 +138,22 @@ void multiply_part(const QuantizedLinearArgs& args, const QuantizedPart& part, c
   for (int64_t begin = from, end; begin < to; begin = end) {
     end = smaller(begin + cut.tiles, to);
     for (int64_t row = 0; row < args.rows; row += cut.rows) {
-      Piece piece{row, smaller(cut.rows, args.rows - row), reinterpret_cast<float*>(memory), nullptr,
-                  args.out.row_stride * static_cast<int64_t>(sizeof(T))};
+      Piece piece{row,
+                  smaller(cut.rows, args.rows - row),
+                  reinterpret_cast<float*>(memory),
+                  nullptr,
+                  args.out.row_stride * static_cast<int64_t>(sizeof(T)),
+                  false};
       for (int64_t t = begin; t < end; t += kTiles) {
         const int count = static_cast<int>(smaller(kTiles, end - t));
         // A tile alone is its own neighbour.
         const Tiles tiles{data + t * bytes, count > 1 ? bytes : 0, count, bytes, headers, share};
         uint8_t* unpacked = cut.panel_bytes > 0 ? panels + (t - begin) / kTiles * cut.panel_bytes : nullptr;
         const int64_t output = t * Layout::kTile;
-        piece.out = reinterpret_cast<const char*>(args.out.row<T>(row) + first + output);
+        piece.out = reinterpret_cast<char*>(args.out.row<T>(row) + first + output);
+        // A tile alone is multiplied twice, and has no room for that.
+        piece.same = sizeof(T) == sizeof(float) && args.bias == nullptr && count == kTiles &&
+                     kTiles * Layout::kTile <= part.outputs - output;
         multiply_piece(args, part.layout, tiles, piece, unpacked);
         finish<T>(args, piece, first + output, smaller(count * Layout::kTile, part.outputs - output));
       }

@@ -180,13 +180,20 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
 // Rows of x that are multiplied with some tiles before the next tiles, and their sums, (rows, kTiles, 16).
 struct Piece {
   static constexpr int64_t kStride = kTiles * Layout::kTile;
+  // Groups of so many rows write to the outputs themselves where these are the sums: for others it is too much code.
+  template <int rows>
+  static constexpr bool kDirect = rows == kRows || rows == 1;
 
   int64_t row, rows;
   float* sums;
-  const char* out;  // where the outputs of the tiles go: they are fetched meanwhile
+  char* out;  // where the outputs of the tiles go: they are fetched meanwhile
   int64_t out_stride;
+  bool same;  // sums are outputs
 
   float* of(int64_t at) const { return sums + (at - row) * kStride; }
+  char* out_of(int64_t at) const { return out + (at - row) * out_stride; }
+  // The first row whose sums are not in the outputs.
+  int64_t left() const { return !same ? row : rows % kRows > 1 ? row + rows / kRows * kRows : row + rows; }
 };
 
 // Sums of `rows` rows from `row` on with the outputs of tiles.
@@ -196,7 +203,7 @@ PDK_INLINE void multiply_panel(const QuantizedLinearArgs& args, const Layout& la
   constexpr int vectors = kVectorsOf<rows, bits>, lanes = kInTile > 1 ? vectors * kLanes : kLanes;
   constexpr int at_once = kInTile > 1 ? 1 : vectors, passes = Layout::kTile / lanes;
   if constexpr (rows == kRows) {
-    const char* out = piece.out + (row - piece.row) * piece.out_stride;
+    const char* out = piece.out_of(row);
     for (int r = 0; r < rows; ++r, out += piece.out_stride) {
       for (int t = 0; t < kTiles; ++t) __builtin_prefetch(out + 64 * t, 1, 3);
     }
@@ -207,17 +214,19 @@ PDK_INLINE void multiply_panel(const QuantizedLinearArgs& args, const Layout& la
   const int64_t ahead = at_first ? larger(at_once * tiles.bytes, kAhead) : (at_once - 1) * tiles.bytes + kAhead;
   constexpr bool in_order = kInOrder<rows, bits> && !at_first;
   const int64_t step = row > 0 ? 0 : in_order ? layout.code_bytes() : (at_once * tiles.share + passes - 1) / passes;
+  const bool direct = Piece::kDirect<rows> && piece.same;
+  const int64_t stride = direct ? piece.out_stride / static_cast<int64_t>(sizeof(float)) : Piece::kStride;
   Tiles own = tiles;
   for (int t = 0; t < tiles.count; t += at_once, own.data += tiles.bytes) {
     if (in_order && row == 0) begin_tile(own.data, tiles);
     Stream<in_order || rows == 1> stream{own.data + (in_order ? tiles.headers : ahead), step};
-    float* const sums = piece.of(row) + t * Layout::kTile;
+    float* const sums = (direct ? reinterpret_cast<float*>(piece.out_of(row)) : piece.of(row)) + t * Layout::kTile;
     for (int lane = 0; lane < Layout::kTile; lane += lanes, stream.at += step * args.quantized.blocks) {
       Vec total[vectors][rows];
       multiply_lanes<kScales, bits>(args, layout, own, lane, row, stream, products, total);
       for (int r = 0; r < rows; ++r) {
         for (int v = 0; v < vectors; ++v) {
-          store(sums + r * Piece::kStride + lane + v * (kInTile > 1 ? kLanes : Layout::kTile), total[v][r], Whole{});
+          store(sums + r * stride + lane + v * (kInTile > 1 ? kLanes : Layout::kTile), total[v][r], Whole{});
         }
       }
     }
