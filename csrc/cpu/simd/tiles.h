@@ -8,7 +8,7 @@
 // Tokens that run down come in chunks of kChunk and inside these in blocks of up to kBlock, the width of a bitmap word.
 #pragma once
 
-#include "vector.h"
+#include "strips.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 
@@ -122,8 +122,14 @@ struct VectorTilesOf {
         const int64_t count = smaller(kLanes, head_dim - d);
         Ints square[kLanes];
         for (int i = 0; i < kLanes; ++i) {
+          const T* row = lanes[first + i];
           square[i] = Ints{};
-          if (lanes[first + i] != nullptr) to_floats(lanes[first + i] + d, reinterpret_cast<float*>(&square[i]), count);
+          if (row == nullptr) continue;
+          if (count == kLanes) {
+            square[i] = reinterpret_cast<Ints>(load(row + d, Whole{}));
+          } else {
+            to_floats(row + d, reinterpret_cast<float*>(&square[i]), count);
+          }
         }
         transpose(square);
         for (int64_t i = 0; i < count; ++i) *reinterpret_cast<Ints*>(panel + (d + i) * kPanel + first) = square[i];
