@@ -18,6 +18,14 @@ void add_rms_norm_of(const AddRmsNormArgs& args) {
     };
     const T *x = args.x.row<const T>(i), *weight = static_cast<const T*>(args.weight);
     T* y = args.y.row<T>(i);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (args.residual.given() && weight == nullptr && args.next_weight != nullptr) {  // the sum is y
+        const float scale = scale_of(add_rows(x, args.residual.row<const T>(i), y, args.width), args.width, args.eps);
+        scale_row(y, scale, static_cast<const T*>(args.next_weight), args.next.row<T>(i), args.width,
+                  [](int64_t, auto, Vec) {});
+        return;
+      }
+    }
     Vec squares = args.residual.given() ? add_rows(x, args.residual.row<const T>(i), row, args.width)
                                         : widen_row(x, row, args.width);
     squares = weight != nullptr ? norm(squares, weight, y) : round_row(row, y, args.width);
