@@ -73,7 +73,7 @@ DOORS = {
     "peft": Door("tests/models/test_peft_folders.py"),
     "accelerate": Door("tests/integrations/test_wrapped_given.py"),
     "compressed-tensors": Door("tests/models/test_quantized_names.py", "tests/models/test_quantized_folder.py"),
-    "typer": Door("tests/decoding/test_cli.py", beside=("rich==13.0", "click==8.2.1")),
+    "typer": Door("tests/decoding/test_cli.py", beside=("rich==14.3", "click==8.2.1")),
     "lm-eval": Door("tests/integrations/test_lm_eval.py", "tests/integrations/test_lm_eval_hf.py"),
     "kernels": Door("tests/test_hf_kernels.py", marks=""),
     "cuda-bindings": Door("tests/integrations/test_device_loop.py"),
