@@ -244,7 +244,9 @@ def run_model(
     tokenizer = pd.models.load(file).tokenizer
     assert tokenizer is not None
     text = tokenizer.encode(TEXT)
-    question = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])  # type: ignore[attr-defined]
+    chat = [{"role": "user", "content": QUESTION}]
+    has_chats = getattr(tokenizer, "chat_template", None) is not None
+    question = tokenizer.encode_chat(chat) if has_chats else tokenizer.encode(QUESTION)  # type: ignore[attr-defined]
     tokens = (text * (2048 // len(text) + 1))[:2048]
 
     def every(threads: int) -> list[Cell]:
@@ -339,7 +341,7 @@ def main() -> None:
         write(given.to, found)
 
     start = time.perf_counter()
-    for model in given.models:
+    for model in given.models if given.file is None else [given.file.stem]:
         run_model(model, given, found, python, save)
     print(tables(found))
     print(f"{time.perf_counter() - start:.0f} s")

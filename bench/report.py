@@ -52,6 +52,7 @@ RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
 CPU_ENGINES = ROOT / "bench/results/cpu_engines.json"
 CPU_ENGINES_AVX2 = ROOT / "bench/results/cpu_engines_avx2.json"
+CPU_ENGINES_GEMMA3 = ROOT / "bench/results/cpu_engines_gemma3.json"
 DRAFTERS = ROOT / "bench/results/drafters.json"
 DRAFTERS_ANYTHING = ROOT / "bench/results/drafters_anything.json"
 DRAFTERS_PEERS = ROOT / "bench/results/drafters_peers.json"
@@ -398,6 +399,7 @@ TABLES = {
     "transformers tests": lambda rows: transformers_tests(TRANSFORMERS_TESTS),
     "cpu_engines": lambda rows: cpu_engines_report.engines(CPU_ENGINES),
     "cpu_engines avx2": lambda rows: cpu_engines_report.engines(CPU_ENGINES_AVX2),
+    "cpu_engines gemma3": lambda rows: cpu_engines_report.engines(CPU_ENGINES_GEMMA3),
     "backends": lambda rows: backends.backends_table(backends.RESULTS),
     "prefix_folder": lambda rows: prefix_folder.folder_table(prefix_folder.RESULTS),
     "server_load": lambda rows: server_load.load_table(server_load.RESULTS),

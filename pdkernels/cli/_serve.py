@@ -151,8 +151,8 @@ def serve(
             limits = Limits(seconds=timeout, shutdown=shutdown_timeout)
             console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
             console.print(Text(f"A page to try it: http://{host}:{port}/", "dim"), soft_wrap=True)
-            suggestion = settings(model)
-            if suggestion and not options.keys() & set(DRAWS):
+            suggestion = {} if options.keys() & set(DRAWS) else settings(model)
+            if suggestion:
                 values = ", ".join(f"{name} {value:g}" for name, value in suggestion.items())
                 note = f"Requests without these fields sample as the model's authors suggest: {values}."
                 console.print(Text(note, "dim"), soft_wrap=True)

@@ -377,6 +377,9 @@ class Engine:
         if session.grammar is not None and method.writes_in_parallel and not method.steps.follows_grammars:
             fault = f"method {method.name!r} does not follow a grammar in a running batch: what it fills at once must fit together"
             raise NotImplementedError(sentence(_OP, fault, "Call pdkernels.decoding.generate."))
+        states = options.get("speculate", 0)
+        if isinstance(states, int) and states > 0:
+            self._memory.check_states(1 + states, self.max_running * (self.max_prompt_tokens + self.max_new_tokens))
         steps = Staging(method.steps, session, **options).steps
         unsupported = steps.lacks
         if not unsupported and not hasattr(steps.cache, "copy_row_"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pdkernels._validation import refuse, sentence
+from pdkernels._validation import check, refuse, sentence
 from pdkernels.cache.windowed_pool import PIECE, SPARE, most_pages
 from pdkernels.engine.disk import Piece, PrefixFolder, Rows, Written, rows_of_states, states_of_rows
 from pdkernels.engine.metrics import EngineMetrics
@@ -60,6 +60,7 @@ class Memory:
         self.prefixes = Prefixes(prefix_tokens)
         self.shared_pages: PrefixTree | None = None
         self.folder: PrefixFolder | None = None
+        self._device, self._row_bytes = model.device, 0
         self.method_batches: list[Any] = []
         """Those with requests."""
         self._alone = -1, 0.0
@@ -72,6 +73,7 @@ class Memory:
         pages = max(least, -(-tokens // PAGE))
         one_page = model.new_pool(1, PAGE)
         page_bytes = one_page.k[:, 0].nbytes + one_page.v[:, 0].nbytes
+        self._row_bytes = page_bytes // PAGE
         room = _free_bytes(model.device) // 2 if by_default else sys.maxsize
         pages, windows = _sizes(model, page_bytes, pages, least, running, prefix_tokens > 0, room)
         self.shared_pages = PrefixTree(
@@ -90,6 +92,12 @@ class Memory:
         are named by its `repr`, so that must say the same in every program."""
         adapter = session.adapters[0] if session.adapters else None
         return () if adapter is None else (adapter.digest,)
+
+    def check_states(self, states: int, tokens: int) -> None:
+        """Raises ValueError if further states of texts with so many tokens, whose K and V are in no pages, are too large."""
+        needed, room = states * tokens * self._row_bytes, _free_bytes(self._device) // 2
+        expectation = f"need at most half of the free memory, {room / 1e9:.1f} GB, for its states of all texts"
+        check(needed <= room, "Engine", "speculate", expectation, f"{states - 1}: {needed / 1e9:.1f} GB")
 
     def prepare(self, session: Session) -> list[Piece]:
         """Reads what the folder has of a prompt, in the thread of who submits it."""

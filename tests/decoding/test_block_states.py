@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import re
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from hypothesis import strategies as st
 from pdkernels import Engine, models
 from pdkernels.decoding import generate
 from pdkernels.grammar import Grammar
+from pdkernels.models import Window
 from tests.decoding import test_running_batch as running_batches
 from tests.support.base import page_sizes, seeds, streams
+from tests.support.lora import random_adapter
 from tests.support.masked import MASK, deep_masked
 from tests.support.tri_mode import prompts, small_transformer
 
@@ -29,6 +33,15 @@ SMALL = 13  # ids of the random model, the mask the last
 def small(seed: int) -> Any:
     """In float32: rows of float64 have other bits in another batch, and so do heads smaller than 16."""
     return deepcopy(small_transformer(seed)).float()
+
+
+@cache
+def windowed(seed: int) -> Any:
+    model = deepcopy(block_causal(seed, "own"))
+    windows = (Window(16), *[None] * (model.config.layers - 1))
+    own = models.Transformer(replace(model.config, windows=windows, max_positions=512), mask_token=model.mask_token)
+    own.load_state_dict(model.state_dict())
+    return own.requires_grad_(False).eval()
 
 
 @cache
@@ -139,6 +152,39 @@ def test_engine(name: str, method: str, options: dict[str, Any]) -> None:
             assert found.stats.forwards == alone.stats.forwards <= expected.stats.forwards
 
 
+def test_requests_with_adapters(tmp_path: Path) -> None:
+    """States are computed with the adapter of the canvas that they may follow."""
+    model = deepcopy(models.load("tiny-masked"))
+    models.load_adapter(model, "other", random_adapter(model, tmp_path / "other", 4, seed=1, size=1.0))
+    text, given = "12 + 34 = ?\n", {"max_new_tokens": 9, "end_tokens": ()}
+    names = [None, "other", "other", None]
+    expected = [generate(model, text, "llada", adapter=name, **given).tokens for name in names]
+    assert not torch.equal(expected[0], expected[1])
+    with Engine(model, max_running=3) as engine:
+        handles = [engine.submit(text, "llada", speculate=3, adapter=name, **given) for name in names]
+        for handle, tokens in zip(handles, expected, strict=True):
+            assert torch.equal(handle.result(120).tokens, tokens)
+
+
+def test_a_model_with_windows() -> None:
+    """A forward over a complete block computes rows anew, so nothing is left out of the cache."""
+    model = windowed(0)
+    options = {"block_size": 4, "small_block_size": 4, "threshold": 0.2, "max_new_tokens": 180, "end_tokens": ()}
+    plain, fast = (generate(model, [[1, 2, 3]], "fast_dllm_v2", speculate=n, **options) for n in (0, 3))
+    assert torch.equal(plain.tokens[0], fast.tokens[0]) and fast.stats.forwards < plain.stats.forwards
+
+
+def test_states_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdkernels.engine.pages._free_bytes", lambda _: 60_000_000)
+    with Engine(models.load("tiny-trimode"), max_running=2, cache_tokens=2000) as engine:
+        options: dict[str, Any] = {"max_new_tokens": 4, "block_size": 4}
+        with pytest.raises(
+            ValueError, match="speculate must need at most half of the free memory, 0.0 GB, for its states"
+        ):
+            engine.submit("1 + 2", METHOD, speculate=64, **options)
+        assert engine.submit("1 + 2", METHOD, **options).result(60).tokens.numel()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -147,7 +193,7 @@ def test_engine(name: str, method: str, options: dict[str, Any]) -> None:
         ({"speculate": 65, "threshold": None}, "speculate must be an int from 0 to 64, got 65"),
         (
             {"speculate": 2, "threshold": None, "repetition_penalty": 1.2},
-            "speculate must be 0 with a grammar, a bias or pen",
+            "speculate must be 0 with a grammar, a bias, penalties, exc",
         ),
     ],
 )
@@ -225,5 +271,8 @@ def test_what_fast_dllm_v2_refuses(options: dict[str, Any], text: str) -> None:
 
 def test_a_grammar_is_refused() -> None:
     options = {"threshold": None, "speculate": 2, "grammar": Grammar.regex("[0-9]{4,12}")}
-    with pytest.raises(ValueError, match="speculate must be 0 with a grammar, a bias or penalties, got 2"):
+    with pytest.raises(
+        ValueError,
+        match="speculate must be 0 with a grammar, a bias, penalties, excluded tokens or min_new_tokens, got 2",
+    ):
         generate(models.load("tiny-trimode"), "58 + 31 = ?\n", METHOD, max_new_tokens=4, **options)

@@ -37,12 +37,14 @@ class BlockStates:
     """The forward over all `states` of each sequence's block, the block itself among them.
 
     The rows before the block are in `cache`, and copied for each state when a forward first needs them. The copies are
-    contiguous, or in pages of their own.
+    contiguous, or in pages of their own; with `drafts`, layers with windows keep the last rows (`Session.new_cache`).
     """
 
-    def __init__(self, session: Session, cache: Any, block_size: int, states: int, page_size: int | None) -> None:
+    def __init__(
+        self, session: Session, cache: Any, block_size: int, states: int, page_size: int | None, drafts: int = 0
+    ) -> None:
         self._states, self._cache, self._batch, self._width = states, cache, session.batch, block_size
-        self._session, self._page_size = session, page_size
+        self._session, self._page_size, self._drafts = session, page_size, drafts
         self._copies: Any = None
         self._known = [_Known() for _ in range(session.batch)]
 
@@ -91,7 +93,7 @@ class BlockStates:
     def _copy(self, active: Sequence[bool], lengths: Sequence[int]) -> None:
         if self._copies is None:
             self._copies = self._session.new_cache(
-                self._page_size, copies=self._states, drafts=self._width, pooled=False
+                self._page_size, copies=self._states, drafts=self._drafts, pooled=False
             )
         for number, (on, row, length) in enumerate(zip(active, self._known, lengths, strict=True)):
             if on and not row.copied:

@@ -96,7 +96,7 @@ class BlockSteps(Steps):
             not speculate or not session.filters.any,
             _OP,
             "speculate",
-            "be 0 with a grammar, a bias or penalties",
+            "be 0 with a grammar, a bias, penalties, excluded tokens or min_new_tokens",
             speculate,
         )
         self.needs_host = "`speculate` above 0" if speculate else ""
@@ -142,7 +142,8 @@ class BlockSteps(Steps):
         self.passes = torch.zeros_like(self.nothing)  # steps over this block
         self.entry = Entry(session.batch, device, form=None, taking=None, ran=None, block=block_size)
         self.entry.ran.fill_(1)  # steps with further states may need no forward
-        self.states = BlockStates(session, self.cache, block_size, 1 + speculate, page_size) if speculate else None
+        sizes = block_size, 1 + speculate, page_size
+        self.states = BlockStates(session, self.cache, *sizes, drafts=block_size) if speculate else None
 
     @classmethod
     def draws_by_row(cls, options: Mapping[str, Any]) -> bool:

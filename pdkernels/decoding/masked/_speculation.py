@@ -34,10 +34,13 @@ class States:
         """Nothing is known of a canvas."""
         self._computed[number], self._expected[number] = {}, []
 
-    def compute(self, next_quotas: Sequence[Sequence[int]]) -> None:
-        """Runs the canvases, and states that come after them if the coming steps fill so many positions each."""
+    def compute(self, next_quotas: Sequence[Sequence[int]], like: Any = None) -> None:
+        """Runs the canvases, and states that come after them if the coming steps fill so many positions each. `like`: a
+        cache that knows the adapter of each sequence; None: they have those of the session."""
         if self._cache is None:
             self._cache = self._session.new_cache(None, copies=self._states, pooled=False)
+        if like is not None and hasattr(like, "adapters"):
+            self._cache.adapt_((like.adapters or []) * self._states)
         answers = [self._drafts(number, quotas) for number, quotas in enumerate(next_quotas)]
         self._computed = [{state: copy for copy, state in reversed([*enumerate(states)])} for states in answers]
         canvas = self._canvas

@@ -129,7 +129,7 @@ class LladaSteps(CanvasSteps):
         stepping = [on and copy is not None for on, copy in zip(canvas.active, copies, strict=True)]
         runs = not any(stepping)
         if runs:
-            states.compute([coming(self.windows[number:]) for number in self.number.tolist()])
+            states.compute([coming(self.windows[number:]) for number in self.number.tolist()], self.cache)
             copies, stepping = states.matching(), canvas.active
         moved = to_device_async([[int(takes), int(runs) if takes else -1] for takes in stepping], entry.table.device)
         entry.taking.copy_(moved[:, 0])

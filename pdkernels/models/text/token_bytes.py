@@ -87,7 +87,7 @@ def split_runs(tokens: list[str]) -> list[str]:
     found, at = list[str](), 0
     values = [int(match[1], 16) if (match := _BYTE.fullmatch(token)) else None for token in tokens]
     while at < len(tokens):
-        length = next((n for n in (1, 2, 3, 4) if _is_character(values[at : at + n])), 0)
+        length = _character_length(values[at : at + 4])
         if values[at] is None or length:
             found += tokens[at : at + max(length, 1)]
         else:
@@ -96,8 +96,13 @@ def split_runs(tokens: list[str]) -> list[str]:
     return found
 
 
-def _is_character(values: list[int | None]) -> bool:
+def _character_length(values: list[int | None]) -> int:
+    """Bytes of the UTF-8 character with which `values` begin; 0: they begin with none."""
+    first = values[0]
+    ends = (0x80, 1), (0xC2, 0), (0xE0, 2), (0xF0, 3), (0xF5, 4), (0x100, 0)
+    length = 0 if first is None else next(length for end, length in ends if first < end)
+    character = [value for value in values[:length] if value is not None]
     try:
-        return len(bytes(value for value in values if value is not None).decode()) == 1 and None not in values
+        return length if len(character) == length and bytes(character).decode() else 0
     except UnicodeDecodeError:
-        return False
+        return 0
