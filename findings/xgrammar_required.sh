@@ -3,8 +3,7 @@
 # 2020-12 has it; or a schema that is not followed is refused or warned of, as xgrammar does for overlapping branches of oneOf.
 # Seen: xgrammar 0.2.9 drops a required name that `properties` lacks without a word. With its default strict_mode it then accepts {"a": 1}, which is invalid, and refuses
 # {"a": 1, "b": 1}, which is valid; without it accepts both. `type` and bounds beside `enum` and `$ref` are dropped too, and bounds without a `type`.
-# Output seen: "strict: {"a": 1} accepted, {"a": 1, "b": 1} refused", "not strict: both accepted", "enum: "a" accepted as an integer, 1 accepted above 2",
-# "$ref: 1 accepted above 2", "no type: 1 accepted above 2".
+# Output seen: nine lines with a schema, a mode, a text, xgrammar's answer and jsonschema's, which differ in seven.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -75,7 +75,7 @@ def levenshtein_edits(
             masks = [n for n in range(size) if text[n] == mask_token]
             old_masks = [n for n in masks if beginning[n]]
             updates, edits = updates + 1, edits + (not old_masks)
-            last = edits == max_edits or updates == size + max_edits + 1
+            last = edits == max_edits or updates == block_size + max_edits + 1
             if over:
                 fills, others = [], []
             else:

@@ -80,7 +80,7 @@ def test_tokens_of_the_published_loop(threshold: float, edit_threshold: float) -
 
 
 def edits(tokens: list[int], most: int = 9) -> BlockEdits:
-    rules = EditRules(0.5, 0.2, most, MASK, DELETE, SPLIT)
+    rules = EditRules(0.5, 0.2, most, MASK, DELETE, SPLIT, len(tokens))
     return BlockEdits(rules, [token == MASK for token in tokens])
 
 
@@ -153,7 +153,7 @@ def test_tokens_are_told_once_their_block_is_final() -> None:
         ({**TOKENS, "delete_token": 99}, "delete_token must be an id below vocab_size"),
         ({**TOKENS, "delete_token": True}, "delete_token must be an id below vocab_size"),
         ({**TOKENS, "edit_threshold": None}, "delete_token must be None without edit_threshold"),
-        ({**TOKENS, "repetition_penalty": 1.2}, "delete_token must be None with a bias or penalties"),
+        ({**TOKENS, "repetition_penalty": 1.2}, "delete_token must be None with a bias, penalties"),
         ({**TOKENS, "speculate": 2}, "speculate must be 0 with edit_threshold"),
         ({**TOKENS, "temperature": 0.5}, "with a temperature above 0"),
     ],

@@ -30,6 +30,7 @@ class EditRules(NamedTuple):
     mask_token: int
     delete_token: int
     split_token: int
+    block_size: int
 
 
 class Bounds(Protocol):
@@ -61,7 +62,7 @@ class BlockEdits:
         original_masks = sum(self.original[place] for place in masked)
         self.updates += 1
         self.edits += original_masks == 0
-        last = self.edits >= rules.max_edits or self.updates > len(tokens) + rules.max_edits
+        last = self.edits >= rules.max_edits or self.updates > rules.block_size + rules.max_edits
         fills = self._fills(masked, original_masks, probs, last)
         places = [
             place

@@ -102,7 +102,8 @@ def decode(
     checked_size(_OP, "max_edits", max_edits)
     if edit_threshold is not None:
         _check_edits(session, edit_threshold, kind[1] == "own", small_block_size == block_size)
-    rules = _checked_rules(session, threshold, edit_threshold, max_edits, mask_token, delete_token, split_token)
+    edit_tokens = mask_token, delete_token, split_token
+    rules = _checked_rules(session, threshold, edit_threshold, max_edits, *edit_tokens, block_size)
     if checked_states(_OP, speculate) > 0:
         whole = small_block_size == block_size or not block_cache
         check(whole, _OP, "speculate", "be 0 with small blocks and block_cache", speculate, "Pass block_cache=False.")
@@ -187,6 +188,7 @@ def _checked_rules(
     mask_token: int,
     delete_token: int | None,
     split_token: int | None,
+    block_size: int,
 ) -> EditRules | None:
     """How LLaDA2.2 edits, if its tokens are given."""
     names = ("delete_token", "split_token")
@@ -200,9 +202,9 @@ def _checked_rules(
     assert delete_token is not None and split_token is not None
     check(delete_token != split_token, _OP, "split_token", "be another token than delete_token", split_token)
     check(edit_threshold is not None, _OP, "delete_token", "be None without edit_threshold", delete_token)
-    check(not session.filters.any, _OP, "delete_token", "be None with a bias or penalties", delete_token)
+    check(not session.filters.any, _OP, "delete_token", "be None with a bias, penalties or excluded tokens", delete_token)
     assert edit_threshold is not None
-    return EditRules(threshold, edit_threshold, max_edits, mask_token, delete_token, split_token)
+    return EditRules(threshold, edit_threshold, max_edits, mask_token, delete_token, split_token, block_size)
 
 
 def _check_edits(session: Session, threshold: float, predicts_own: bool, whole_blocks: bool) -> None:
