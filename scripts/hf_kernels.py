@@ -35,6 +35,7 @@ MODULES = (
     "_memory",
     "_native",
     "_philox",
+    "_early_answers",
     "_python",
     "_quantized_formats",
     "_recurrent_state",

@@ -89,7 +89,7 @@ class TurningPages(KVCacheBase):
 
 
 class WindowedCache(AdaptedSequences):
-    """A paged cache of a model some of whose layers have windows: these keep only what rows to come can see.
+    """A cache of a model some of whose layers have windows: these keep only what rows to come can see.
 
     It is used as a `PagedKVCache`, whose pages the other layers have, or as a `ContiguousKVCache`. Of a sequence, layers
     with a window keep the last rows: the window, twice `drafts` rows and a block of attention (`turns`). `trim_` goes
@@ -102,8 +102,8 @@ class WindowedCache(AdaptedSequences):
         page_size: as in `PagedKVCache`. None: layers that see all have room for all from the beginning, and `reserve_`
             does nothing.
         drafts: rows of a forward that can be rejected.
-        kind_heads: heads and their size of layers that see all rows, and of the others; None: `kv_heads` and
-            `head_dim` of both, which else are those of rows as other caches of the model hold them.
+        kind_heads: heads and their size of layers that see all rows, and of the others. Then `kv_heads` and `head_dim`
+            are those of the row that other caches of the model hold. None: all layers have these two.
 
     Raises:
         ValueError: a size below 1, or more memory than there is.
@@ -140,8 +140,7 @@ class WindowedCache(AdaptedSequences):
         width = -(-integer(op, "capacity", capacity, 1) // self.page_size)
         self.capacity, self.kv_heads, self.head_dim = width * self.page_size, kv_heads, head_dim
         self.windows = tuple(None if window is None else integer(op, "windows", window, 1) for window in windows)
-        self._width, self._paged = width, page_size is not None
-        self._kind_heads = kind_heads
+        self._width, self._kind_heads = width, kind_heads
         full, local = kind_heads or ((kv_heads, head_dim), (kv_heads, head_dim))
         where: dict[str, Any] = {"dtype": dtype, "device": torch.device(device)}
         self._like = {"page_size": self.page_size, "kv_heads": local[0], "head_dim": local[1], **where}
@@ -155,8 +154,9 @@ class WindowedCache(AdaptedSequences):
         if number := self.windows.count(None):
             if page_size is None:
                 self.full = ContiguousKVCache(number, batch, self.capacity, *full, **where)
-                # What it is to a kernel: a page for each sequence. All groups of layers have tables.
-                self.full.block_table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+                if self.full.device.type == "cpu":
+                    # What it is to a kernel: a page for each sequence, so that all groups of layers have tables.
+                    self.full.block_table = torch.arange(batch, dtype=torch.int32)[:, None]
             else:
                 sizes = number, batch, batch * width, page_size, *full
                 self.full = PagedKVCache(*sizes, max_pages_per_sequence=width, **where)
@@ -169,9 +169,10 @@ class WindowedCache(AdaptedSequences):
     """Rows of a forward that goes on with a text, at most, where whole prompts run in pieces: there is room for them."""
 
     def another(self, batch: int, capacity: int) -> WindowedCache:
-        """An empty cache of the same layers, for texts that others go on with: where they are, or some rows before."""
-        sizes = self.windows, batch, capacity, self.page_size if self._paged else None, self.kv_heads, self.head_dim
+        """An empty cache of the same layers, for texts that others go on with: where they are, or some rows before. It has
+        no pages that have to be reserved."""
         where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        sizes = self.windows, batch, capacity, None, self.kv_heads, self.head_dim
         return WindowedCache(*sizes, drafts=_AGAIN, kind_heads=self._kind_heads, **where)
 
     def _new_pages(self, window: int) -> TurningPages:
@@ -197,11 +198,9 @@ class WindowedCache(AdaptedSequences):
         self.v: Any = alone.v if alone else [group.v[place] for group, place in self._groups]
 
     @property
-    def block_table(self) -> Tensor:
+    def block_table(self) -> Tensor | None:
         """That of the layers that see all; if there are none, of the first one."""
-        table = (self.full or self._groups[0][0]).block_table
-        assert table is not None
-        return table
+        return (self.full or self._groups[0][0]).block_table
 
     @property
     def device(self) -> torch.device:
@@ -212,11 +211,9 @@ class WindowedCache(AdaptedSequences):
         dtype: torch.dtype = self._like["dtype"]
         return dtype
 
-    def table(self, layer: int) -> Tensor:
-        """The page table of a layer, ``(batch, width)``."""
-        table = self._groups[layer][0].block_table
-        assert table is not None
-        return table
+    def table(self, layer: int) -> Tensor | None:
+        """The page table of a layer, ``(batch, width)``; None: it has none, as that of a `ContiguousKVCache`."""
+        return self._groups[layer][0].block_table
 
     def reserve_(self, lengths: int | Sequence[int]) -> None:
         """As that of `PagedKVCache`, for the layers that see all. The others have their pages."""
@@ -251,6 +248,8 @@ class WindowedCache(AdaptedSequences):
         """Prepares a forward that stores `counts` ``(batch,)`` of `rows` new rows of each sequence; None: all. Reads
         the device if they are more than `drafts`."""
         self._expect_nothing()
+        if rows > 1:  # of a text that begins anew nothing is gone
+            self.furthest.masked_fill_(self.lengths == 0, 0)
         if rows <= self.drafts:
             return
         long = torch.full_like(self.lengths, rows) if counts is None else counts.to(torch.int64)
@@ -355,9 +354,11 @@ class WindowedCache(AdaptedSequences):
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer in logical order, gathered: ``(batch, length, kv_heads, head_dim)``. Those before what
         is kept are others."""
-        pages = -(-length // self.k[layer].shape[1])
-        table = self.table(layer)[:, :pages].clamp(min=0).to(torch.int64)
-        k, v = (side[layer][table].flatten(1, 2)[:, :length] for side in (self.k, self.v))
+        pages, table = -(-length // self.k[layer].shape[1]), self.table(layer)
+        if table is None:
+            return self.k[layer][:, :length], self.v[layer][:, :length]
+        places = table[:, :pages].clamp(min=0).to(torch.int64)
+        k, v = (side[layer][places].flatten(1, 2)[:, :length] for side in (self.k, self.v))
         return k, v
 
     def copy_row_(self, row: int, other: Any, other_row: int, length: int) -> None:
@@ -376,7 +377,6 @@ class WindowedCache(AdaptedSequences):
             least = other.earliest(other_row)
             check(length == 0 or length >= least, op, "length", f"be 0 or at least {least}", length)
         for layer, window in enumerate(self.windows):
-            # A drafter's rows may be some fewer than the text's.
             rows = length if window is None else min(length, window - 1 + BLOCK - 1 + self.drafts)
             at = torch.arange(length - rows, length, device=self.device)
             to_page, to_slot = _places(self, layer, row, at)

@@ -188,7 +188,7 @@ class PooledWindowedCache(WindowedCache):
         return self.pool
 
     @property
-    def block_table(self) -> Tensor:
+    def block_table(self) -> Tensor | None:
         """That of the layers that see all; if there are none, of the first one."""
         return self.full.block_table if self.full.layers else self.table(0)
 

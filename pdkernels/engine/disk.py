@@ -94,7 +94,10 @@ class PrefixFolder:
         groups = pool.groups if isinstance(pool, WindowedPool) else {}
         self._windows = {name: len(group.k) for window, group in groups.items() for name in names_of(window)}
         """The layers of each tensor in a file of layers with windows."""
-        self._pages, self._row, self._dtype = dict.fromkeys("kv", len(pool.k)), tuple(pool.k.shape[3:]), pool.k.dtype
+        self._pages, self._dtype = dict.fromkeys("kv", len(pool.k)), pool.k.dtype
+        self._rows = dict.fromkeys("kv", tuple(pool.k.shape[3:]))
+        self._rows |= {name: tuple(group.k.shape[3:]) for window, group in groups.items() for name in names_of(window)}
+        """Heads and their size, by tensor."""
         self._most = pool.nbytes
         """Bytes of files that have been read and wait for their request: more than it can have are of no use."""
         self._read: OrderedDict[str, Rows] = OrderedDict()
@@ -196,7 +199,7 @@ class PrefixFolder:
 
     def _fits(self, rows: Rows, count: int, layers: dict[str, int]) -> bool:
         return rows.keys() == {*layers, "tokens"} and all(
-            (tuple(rows[side].shape), rows[side].dtype) == ((number, count, *self._row), self._dtype)
+            (tuple(rows[side].shape), rows[side].dtype) == ((number, count, *self._rows[side]), self._dtype)
             for side, number in layers.items()
         )
 

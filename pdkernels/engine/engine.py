@@ -401,11 +401,11 @@ class Engine:
             longest, limit = -(-session.longest // _BUCKET) * _BUCKET, session.max_new_tokens
 
         pages = None if kind.keeps_pages or options.get("page_size") is not None else self._memory.shared_pages
-        pool = None if pages is None else pages.pool
+        pool, windows = None if pages is None else pages.pool, keeps_windows(self.model)
 
         def session_of(rows: int) -> Session:
             largest = Session(model, [[0] * longest] * rows, limit, ends, None, False, params=params)
-            largest.filters, largest.pool, largest.keeps_windows = filters, pool, keeps_windows(self.model)
+            largest.filters, largest.pool, largest.keeps_windows = filters, pool, windows
             if kind.follows_grammars:
                 largest.grammar = session.grammar
             return largest

@@ -246,7 +246,7 @@ class MethodBatch:
                 pages.release_windows(in_windows)
             length = prefix.length
         elif staging.in_pieces:
-            owner = request.session.model, *memory.root(request.session)
+            owner = self._owner(memory, request)
             prefix_cache = memory.prefixes.find(owner, prompt)
             if prefix_cache.length:
                 staging.adopt(prefix_cache.cache, prefix_cache.length)
@@ -280,7 +280,13 @@ class MethodBatch:
             windows = cache.window_pages(row or 0) if memory.pages.groups else None
             memory.pages.keep(root, text, cache.pages(row or 0), states, windows)
         elif staging.in_pieces:
-            memory.prefixes.keep((request.session.model, *root), text, staging.steps.cache)
+            memory.prefixes.keep(self._owner(memory, request), text, staging.steps.cache)
+
+    def _owner(self, memory: Memory, request: Request) -> tuple[Any, ...]:
+        """Whose kept prompts a request may go on with: those of its model and adapter, in a cache that keeps the same rows."""
+        assert self.batch is not None
+        last_rows = getattr(self.batch.staging.steps.cache, "another", None) is not None
+        return request.session.model, *memory.root(request.session), last_rows
 
     def _keep_answer(self, memory: Memory, request: Request, row: int) -> None:
         """Remembers the K and V of a request that leaves its row, for a text that goes on after it."""

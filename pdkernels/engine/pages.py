@@ -60,7 +60,6 @@ class Memory:
         self.prefixes = Prefixes(prefix_tokens)
         self.shared_pages: PrefixTree | None = None
         self.folder: PrefixFolder | None = None
-        self._device, self._row_bytes = model.device, 0
         self.method_batches: list[Any] = []
         """Those with requests."""
         self._alone = -1, 0.0
@@ -73,7 +72,7 @@ class Memory:
         pages = max(least, -(-tokens // PAGE))
         one_page = model.new_pool(1, PAGE)
         page_bytes = one_page.k[:, 0].nbytes + one_page.v[:, 0].nbytes
-        self._row_bytes = page_bytes // PAGE
+        self._row_bytes, self._device = page_bytes // PAGE, model.device
         room = _free_bytes(model.device) // 2 if by_default else sys.maxsize
         pages, windows = _sizes(model, page_bytes, pages, least, running, prefix_tokens > 0, room)
         self.shared_pages = PrefixTree(
@@ -94,7 +93,11 @@ class Memory:
         return () if adapter is None else (adapter.digest,)
 
     def check_states(self, states: int, tokens: int) -> None:
-        """Raises ValueError if further states of texts with so many tokens, whose K and V are in no pages, are too large."""
+        """Raises ValueError if further states of texts with so many tokens, whose K and V are in no pages, are too large, or
+        would be copied from layers that have their last rows alone."""
+        if self.shared_pages is None:
+            return
+        check(not self.shared_pages.groups, "Engine", "speculate", "be 0 with a model whose layers have windows", states - 1)
         needed, room = states * tokens * self._row_bytes, _free_bytes(self._device) // 2
         expectation = f"need at most half of the free memory, {room / 1e9:.1f} GB, for its states of all texts"
         check(needed <= room, "Engine", "speculate", expectation, f"{states - 1}: {needed / 1e9:.1f} GB")
@@ -220,8 +223,8 @@ def _sizes(
     as many again for earlier texts, if the engine `keeps` some. For two requests, if the longest has no room otherwise.
     """
     sizes, fitting, config = list[int](), room // page_bytes, model.config
-    layers = getattr(config, "cache_layers", config.layers)
     if not lacking(model, "new_pool", ("window_pages",)):
+        layers = getattr(config, "cache_layers", config.layers)
         sizes = [window.size for window in config.windows[:layers] if window is not None]
     if not sizes:
         return max(least, min(pages, fitting)), {}

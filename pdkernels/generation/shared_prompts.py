@@ -36,7 +36,6 @@ class SharedPrompts:
     def __init__(self, model: Any, prompts: Sequence[list[int]], count: int) -> None:
         self.model, self._prompts, self._count = model, prompts, count
         self._fresh = False
-        self._options: dict[str, Any] = {}
 
     @property
     def model_itself(self) -> Any:
@@ -48,7 +47,6 @@ class SharedPrompts:
 
     def new_cache(self, batch: int, capacity: int, **options: Any) -> Any:
         self._fresh = batch == len(self._prompts) * self._count
-        self._options = {"drafts": 1} if "drafts" in options else {}
         return self.model.new_cache(batch, capacity, **options)
 
     def __call__(
@@ -73,7 +71,9 @@ class SharedPrompts:
         width, device = max(shared), tokens.device
         cached = torch.tensor(shared).to(device, non_blocking=True)
         if width > 0:
-            prompt_cache = self.model.new_cache(len(shared), width, **self._options)
+            # Of the kind that the texts' cache copies: with the last rows alone where that has no others.
+            new_cache = getattr(cache, "another", None) or self.model.new_cache
+            prompt_cache = new_cache(len(shared), width)
             if getattr(cache, "adapters", None) is not None:
                 prompt_cache.adapt_(cache.adapters[:: self._count])
             last = (cached - 1).clamp(min=0)[:, None]

@@ -171,7 +171,7 @@ def test_other_architectures_and_parts(tmp_path: Path) -> None:
         (
             "general.architecture",
             "mamba",
-            "m.gguf: general.architecture must be one of llama, qwen2, qwen3, qwen3moe, olmo2, gpt-oss, llada, dream, llada-moe, llada2, qwen35, lfm2, gemma2, gemma3, got 'mamba'.",
+            "m.gguf: general.architecture must be one of llama, qwen2, qwen3, qwen3moe, olmo2, gpt-oss, llada, dream, llada-moe, llada2, qwen35, lfm2, gemma2, gemma3, gemma4, got 'mamba'.",
         ),
         ("split.count", 3, "m.gguf must be a whole model, got one of 3 parts. Join its parts with"),
     ):
@@ -279,7 +279,7 @@ def test_truncated_and_corrupted_files(tmp_path: Path) -> None:
 def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    with pytest.raises(ValueError, match="pdkernels.models.load: name_or_path must be a folder that exists"):
+    with pytest.raises(ValueError, match="pdkernels.models.load: name_or_path must be a file that exists"):
         models.load(tmp_path / "none.gguf")
     files.write_gguf(tmp_path / "m.gguf", LLAMA)
     for module in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:

@@ -106,7 +106,7 @@ def test_lists_that_stay_in_the_file(tmp_path: Path) -> None:
     tokens = [f"token {number}" for number in range(40)]
     files.write_gguf(tmp_path / "m.gguf", files.LLAMA, tokens={"tokens": tokens, "eos_token_id": 5})
     with pytest.raises(
-        NotImplementedError, match=r"m\.gguf: tokenizer\.ggml\.model must be one of gpt2, llama, got None"
+        NotImplementedError, match=r"m\.gguf: tokenizer\.ggml\.model must be one of gpt2, llama, gemma4, got None"
     ):
         models.load(tmp_path / "m.gguf")
     files.write_gguf(tmp_path / "m.gguf", files.LLAMA, tokens={"tokens": [*tokens, "x"], "eos_token_id": 5})

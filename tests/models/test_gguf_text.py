@@ -191,7 +191,7 @@ def test_messages_through_the_template_of_the_file(words: dict[str, Any], tmp_pa
 
 
 REFUSED = [
-    ({"model": "bert"}, "tokenizer.ggml.model must be one of gpt2, llama, got 'bert'."),
+    ({"model": "bert"}, "tokenizer.ggml.model must be one of gpt2, llama, gemma4, got 'bert'."),
     ({"pre": "tekken"}, "tokenizer.ggml.pre must be one of smollm, llama-bpe, llama3, llama-v3, qwen2, "),
     ({"pre": None}, "tokenizer.ggml.pre must be one of smollm,"),
     ({"add_eos_token": True}, "tokenizer.ggml.add_eos_token must be false, got True."),

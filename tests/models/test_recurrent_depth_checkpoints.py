@@ -20,7 +20,7 @@ from pdkernels.models import (
     to_huginn_config,
     to_huginn_state_dict,
 )
-from pdkernels.models.checkpoints import gemma2, gemma3, hybrid_hf, zoo
+from pdkernels.models.checkpoints import gemma2, gemma3, gemma4, hybrid_hf, zoo
 from pdkernels.models.checkpoints.hf import ARCHITECTURES
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states
@@ -267,6 +267,7 @@ def test_an_unknown_architecture_names_all_that_are_known(tmp_path: Path) -> Non
             *hybrid_hf.ARCHITECTURES,
             gemma2.MODEL_TYPE,
             gemma3.MODEL_TYPE,
+            *gemma4.MODEL_TYPES,
             "llada",
             "llada2_moe",
             "huginn_raven",

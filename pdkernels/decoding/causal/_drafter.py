@@ -120,8 +120,8 @@ class DrafterSteps(DraftSteps):
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
         super().admit(row, other, length, capacity, other_row)
         assert isinstance(other, DrafterSteps)
-        self.drafted.copy_row_(row, other.drafted, other_row, length)
-        self.drafted.lengths[row].copy_(other.drafted.lengths[other_row])
+        # A drafter may have read less than the text.
+        self.drafted.copy_row_(row, other.drafted, other_row, int(other.drafted.lengths[other_row]))
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         taken_part: int = sum(row.pending > 0 for row in before)

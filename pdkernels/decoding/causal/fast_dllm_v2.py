@@ -202,7 +202,9 @@ def _checked_rules(
     assert delete_token is not None and split_token is not None
     check(delete_token != split_token, _OP, "split_token", "be another token than delete_token", split_token)
     check(edit_threshold is not None, _OP, "delete_token", "be None without edit_threshold", delete_token)
-    check(not session.filters.any, _OP, "delete_token", "be None with a bias, penalties or excluded tokens", delete_token)
+    check(
+        not session.filters.any, _OP, "delete_token", "be None with a bias, penalties or excluded tokens", delete_token
+    )
     assert edit_threshold is not None
     return EditRules(threshold, edit_threshold, max_edits, mask_token, delete_token, split_token, block_size)
 

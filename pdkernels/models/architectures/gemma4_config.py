@@ -65,6 +65,8 @@ class Gemma4Config(TransformerConfig):
             check_head_dim(op, size)
         turned = self.window_rope_theta is not None or not any(self.windows)
         check(turned, op, "window_rope_theta", "be a number, for layers whose heads have another size", None)
+        sizes = sorted({window.size for window in self.windows if window is not None})
+        check(len(sizes) < 2, op, "windows", "have one size", sizes)
         storing = self.cache_layers
         check(storing > 0, op, "reading_layers", f"be below layers ({self.layers})", self.reading_layers)
         kinds = {self._slides(layer) for layer in range(storing)}

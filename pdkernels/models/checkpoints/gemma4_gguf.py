@@ -37,6 +37,13 @@ def config_of(file: GgufFile, fields: Keys, scaling: RopeScaling | None) -> Gemm
     heads = _of_layers(fields, "attention.head_count_kv", layers, int)
     inner = _of_layers(fields, "feed_forward_length", layers, int)
     reading = fields.integer("attention.shared_kv_layers", minimum=0)
+    check(
+        reading <= layers,
+        OP,
+        f"{fields.where}.attention.shared_kv_layers",
+        f"be at most block_count ({layers})",
+        reading,
+    )
     storing = layers - reading
     kinds = {kind: {count for count, of in zip(heads, slides, strict=True) if of is kind} for kind in (True, False)}
     for counts in kinds.values():
