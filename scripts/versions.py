@@ -230,7 +230,7 @@ def main() -> None:
         records = [old for old in records if (old["package"], old["which"]) != (record["package"], record["which"])]
         order = list(DOORS)
         records = sorted([*records, record], key=lambda one: (order.index(one["package"]), CHOICES.index(one["which"])))
-        arguments.keep.write_text(json.dumps(records, indent=1) + "\n")
+        arguments.keep.write_text("[\n " + ",\n ".join(map(json.dumps, records)) + "\n]\n")
         print(f"{record['package']} {record['which']}: {cell(record)}", *record["names"], sep="\n  ", flush=True)
         failures += bool(record["names"])
     sys.exit(1 if failures else 0)

@@ -149,8 +149,9 @@ def serve(
                 warning = f"Anyone who reaches {host}:{port} can use the model. Set {KEY} to ask for a key."
                 console.print(Text(warning, "bold yellow"), soft_wrap=True)
             limits = Limits(seconds=timeout, shutdown=shutdown_timeout)
-            console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
-            console.print(Text(f"A page to try it: http://{host}:{port}/", "dim"), soft_wrap=True)
+            place = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            console.print(Text(f"{called} by {method} on {place}/v1", "bold"), soft_wrap=True)
+            console.print(Text(f"A page to try it: {place}/", "dim"), soft_wrap=True)
             suggestion = {} if options.keys() & set(DRAWS) else settings(model)
             if suggestion:
                 values = ", ".join(f"{name} {value:g}" for name, value in suggestion.items())

@@ -110,6 +110,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         {"block_size": 6, "small_block_size": 2, "steps": 2},
         {"block_size": 4, "small_block_size": 2, "threshold": 0.4, "block_cache": False},
         {"block_size": 4, "small_block_size": 2, "top_k": 5, "min_p": 0.05},
+        {"block_size": 4, "small_block_size": 4, "threshold": 0.4, "speculate": 3},
     ],
     "llada": [
         {"block_size": 4, "steps": 6},

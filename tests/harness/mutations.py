@@ -43,6 +43,16 @@ MUTATIONS = {
     "linear drafts again with the noise of its first pass": Mutation(
         "self.forward += self.drafting", "self.forward += 0 * self.drafting", "decoding/test_linear_self_speculation.py"
     ),
+    "a request that joins has no copies of its rows": Mutation(
+        "replace(other._known[other_number], copied=False)",
+        "replace(other._known[other_number], copied=True)",
+        "decoding/test_block_states.py",
+    ),
+    "states are computed without the request's adapter": Mutation(
+        "self._cache.adapt_((like.adapters or []) * self._states)",
+        "self._cache.adapt_([])",
+        "decoding/test_block_states.py",
+    ),
     "rejection draws from the distance of the distributions": Mutation(
         "residual = (p - q).clamp(min=0)", "residual = (p - q).abs()", "decoding/test_linear_self_speculation.py"
     ),

@@ -90,7 +90,7 @@ def test_fields_of_a_completion(serve: Any, name: str, method: str, options: dic
         late = asking.alone(end_tokens=(end,), min_new_tokens=15)
         assert len(asking.ids(late)) >= 15 and asking.answers(given)[0] == [late]
     else:
-        words = "speculate must be 0 with a grammar, a bias, penalties, excluded tokens or min_new_tokens, got 3"
+        words = "speculate must be 0 with a grammar, a bias, penalties, excluded tokens or min_tokens, got 3"
         assert words in asking.refusal({"min_tokens": 15, "stop_token_ids": [end]})
         assert words in asking.refusal({}, frequency_penalty=0.5)
     assert asking.answers({}, max_tokens=1) == ([asking.alone(max_new_tokens=1)], ["length"])
