@@ -56,7 +56,9 @@ DOORS = {
         "tests/integrations/test_generation_configs.py",
         "tests/models/test_null_fields.py",
     ),
-    "tokenizers": Door("tests/models/test_tokenizers.py", "tests/models/test_gguf_text.py"),
+    "tokenizers": Door(
+        "tests/models/test_tokenizers.py", "tests/models/test_byte_fallback.py", "tests/models/test_gguf_text.py"
+    ),
     "jinja2": Door("tests/models/test_chat.py", "tests/models/test_hostile_templates.py"),
     "gguf": Door("tests/models/test_gguf.py", "tests/models/test_gguf_keys.py"),
     "safetensors": Door("tests/models/test_broken_checkpoints.py", "tests/models/test_adapters.py"),
