@@ -37,7 +37,7 @@ def test_what_is_older_beside_an_old_package_is_what_the_project_admits() -> Non
     for door in versions.DOORS.values():
         for requirement in door.beside:
             name = requirement.partition("==")[0]
-            if f'"{name}>=' in PROJECT:  # or it is one that comes with the others
+            if name != "click":  # which comes with typer
                 assert f'"{requirement.replace("==", ">=")}"'.replace('.0"', '"') in PROJECT, requirement
 
 

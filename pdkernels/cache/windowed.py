@@ -93,8 +93,8 @@ class WindowedCache(AdaptedSequences):
 
     It is used as a `PagedKVCache`, whose pages the other layers have, or as a `ContiguousKVCache`. Of a sequence, layers
     with a window keep the last rows: the window, twice `drafts` rows and a block of attention (`turns`). `trim_` goes
-    back by `drafts` rows at most, or to 0. A forward over more rows than that makes room for more, unless it is the first of its text; of such a
-    one all but the last `drafts` rows have to be committed.
+    back by `drafts` rows at most, or to 0. A forward over more rows than that makes room for more, unless it is the
+    first of its text; of such a one all but the last `drafts` rows have to be committed.
 
     Args:
         windows: of each layer, how many rows it sees; None: all of them.

@@ -181,7 +181,8 @@ def test_every_method(
         assert pages.k.shape[:2] == (1, len(texts) * pages.pages + 1) == (1, int(pages.block_table.max()) + 2)
         full = cache.full  # that of the layer that sees all holds the texts
         if page_size is None:
-            assert type(full) is ContiguousKVCache and TEXT + NEW <= full.capacity < TEXT + NEW + 100
+            room = 100 if method == "jacobi_multiblock" else 60  # that has several branches in a forward
+            assert type(full) is ContiguousKVCache and TEXT + NEW <= full.capacity < TEXT + NEW + room
         else:
             assert isinstance(full, PagedKVCache)
             assert sum(len(full.pages(row)) for row in range(3)) * PAGE >= sum(map(len, texts)) + 3 * NEW

@@ -430,7 +430,7 @@ def test_a_shorter_text_is_the_beginning_of_a_longer_one(method: str, kind: str)
     ("method", "kind", "form"), [case for case in CASES if find(case[0]).wing == "causal" and case[2]], ids=label
 )
 def test_a_shorter_text_is_the_beginning_of_a_longer_one_in_every_form(method: str, kind: str, form: Any) -> None:
-    if method not in ("block_diffusion", "fast_dllm_v2"):  # a limit cuts their last blocks
+    if method != "block_diffusion":  # a limit cuts its last block
         check_beginnings(method, kind, form, [{"temperature": 0.9}])
 
 
@@ -440,7 +440,10 @@ def check_beginnings(method: str, kind: str, form: dict[str, Any], drawings: lis
         short, long = (
             generate(exact(kind), [1, 2], find(method), max_new_tokens=n, **given, **drawing).tokens for n in (5, 12)
         )
-        assert len(short) == 5 and torch.equal(short, long[:5])
+        # A limit cuts a block of fast_dllm_v2, which is filled otherwise: blocks before it are the same.
+        size = form.get("block_size") if method == "fast_dllm_v2" else None
+        same = 5 if size is None else (2 + 5) // size * size - 2
+        assert len(short) == 5 and same > 0 and torch.equal(short[:same], long[:same])
 
 
 REFUSED = [(method, kind) for method in available() for kind in KINDS if not supports(method, exact(kind))]
