@@ -30,7 +30,8 @@ class TensorState {
 };
 
 struct TransformerArgs {
-  LayerMatrix embedding, head;
+  std::optional<LayerMatrix> embedding, head;
+  std::optional<PairedRows> paired;
   std::vector<LayerArgs> layers;
   void* norm;
   Tensors copies;
@@ -98,9 +99,11 @@ class BoundTransformer {
     TransformerArgs args;
     ParameterReader reader(in_.parameters, in_.routing, in_.norm);
     args.norm = in_.norm.data_ptr(), args.embedding = reader.embedding(), args.head = reader.head();
+    if (in_.pairs.paired) args.paired = reader.paired(in_.pairs);
     args.layers.reserve(in_.layers);
     for (int64_t i = 0; i < in_.layers; ++i) {
-      args.layers.push_back(reader.layer(in_.heads, in_.kv_heads, in_.head_dim, with_experts[i]));
+      const int64_t width = in_.norm.size(0), inputs = i == 0 && args.paired && !args.paired->merge ? 2 * width : width;
+      args.layers.push_back(reader.layer(in_.heads, in_.kv_heads, in_.head_dim, with_experts[i], inputs));
       PDK_CHECK((args.layers[i].q_norm == nullptr) == (args.layers[0].q_norm == nullptr));
     }
     PDK_CHECK(reader.done());

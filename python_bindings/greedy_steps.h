@@ -35,6 +35,8 @@ inline std::tuple<Tensor> greedy_steps(const GreedyInputs& in) {
   const Tensor ids = torch::stable::narrow(table, 1, in.draft, 1);
   const PreparedLayers layers(LayersInputs{in.bound,
                                            ids,
+                                           {},
+                                           {},
                                            0,
                                            in.k_cache.size(0),
                                            true,

@@ -1,6 +1,7 @@
 // The tensor ops of one device, registered through torch's stable ABI: this file is compiled for the CPU and, with
 // PDKERNELS_DEVICE_CUDA, for CUDA. A family's bindings are in the header of its name; schemas live in pdkernels/ops.
 #include "block_sparse_attention.h"
+#include "draft_chain.h"
 #include "draft_lengths.h"
 #include "feature_cache.h"
 #include "filter_logits.h"

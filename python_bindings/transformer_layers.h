@@ -16,6 +16,8 @@ namespace pdkernels::PDK_DEVICE::bindings {
 struct LayersInputs {
   Tensor bound;        // of bind_transformer
   Tensor x;            // (batch, rows) ids, or (batch, rows, width)
+  OptionalTensor beside;  // (batch, rows, width), where rows are paired
+  std::vector<int64_t> taps;
   int64_t first, end;  // layers
   bool with_logits;
   Written k_cache, v_cache;  // of all layers, or of the first group of them
@@ -31,7 +33,7 @@ struct LayersInputs {
   AdaptedInputs adapted;
   PlanInputs plan;
   auto fields() const {
-    return std::tie(bound, x, first, end, with_logits, k_cache, v_cache, lengths, counts, cu_seqlens, block_table,
+    return std::tie(bound, x, beside, taps, first, end, with_logits, k_cache, v_cache, lengths, counts, cu_seqlens, block_table,
                     more_k, more_v, more_tables, groups, longest, cos, sin, positions, starts, adapted, plan);
   }
 };
@@ -133,13 +135,21 @@ struct PreparedLayers {
   std::vector<IndexView> starts;
   std::vector<LayerCache> caches;
   std::vector<LoraGroup> lora;
-  Tensor out, logits, memory;
+  Tensor out, logits, features, memory;
+  std::vector<int64_t> taps;
   TransformerLayersArgs args;
 
   explicit PreparedLayers(const LayersInputs& in) : PreparedLayers(in, BoundTransformer::of(in.bound)) {}
   PreparedLayers(const PreparedLayers&) = delete;
 
+  const LayerMatrix* embedding() const { return present(parameters->embedding); }
+  const LayerMatrix* head() const { return present(parameters->head); }
+
  private:
+  static const LayerMatrix* present(const std::optional<LayerMatrix>& matrix) {
+    PDK_CHECK(matrix.has_value());
+    return &*matrix;
+  }
   PreparedLayers(const LayersInputs& in, BoundTransformer& bound)
       : parameters(bound.read()), functions(bound.inputs().norm) {
     const BindInputs& given = bound.inputs();
@@ -152,14 +162,21 @@ struct PreparedLayers {
     args.router_functions = &functions;
     unpack_attention(in, given, args);
     const int64_t entries = in.x.size(0), rows = in.x.size(1);
-    args.embedding = in.x.dim() == 2 ? &parameters->embedding : nullptr;
+    const auto rows_of = [&](const Tensor& x) -> RowsView {
+      device.require(x, given.norm.scalar_type(), {entries, rows, args.width});
+      PDK_CHECK(x.is_contiguous());
+      return {x.data_ptr(), args.width};
+    };
+    args.embedding = in.x.dim() == 2 ? embedding() : nullptr;
     if (args.embedding != nullptr) {
       args.ids = index_table(device, in.x, entries, rows);
     } else {
-      device.require(in.x, given.norm.scalar_type(), {entries, rows, args.width});
-      PDK_CHECK(in.x.is_contiguous());
-      args.x = {in.x.data_ptr(), args.width};
+      args.x = rows_of(in.x);
     }
+    const bool paired = parameters->paired && in.first == 0;
+    PDK_CHECK(paired == in.beside.has_value() && !(paired && args.embedding != nullptr));
+    if (paired) args.paired = &*parameters->paired, args.beside = rows_of(*in.beside);
+    args.normed_out = given.pairs.normed_out && in.end == given.layers;
     PDK_CHECK(in.starts.empty() || static_cast<int64_t>(in.starts.size()) == args.layer_count);
     starts = unpack_starts(in, args.attention);
     args.starts = starts.empty() ? nullptr : starts.data();
@@ -169,22 +186,29 @@ struct PreparedLayers {
     args.lora = lora.data(), args.lora_count = static_cast<int64_t>(lora.size());
     out = torch::stable::new_empty(given.norm, {entries, rows, args.width});
     args.out = {out.data_ptr(), args.width};
-    args.head = in.with_logits ? &parameters->head : nullptr;
+    args.head = in.with_logits ? head() : nullptr;
     std::vector<int64_t> shape{0};
     if (in.with_logits) shape = {entries, rows, args.head->outputs};
     logits = torch::stable::new_empty(given.norm, shape);
     args.logits = logits.data_ptr();
+    for (const int64_t tap : in.taps) {
+      PDK_CHECK(tap >= in.first && tap <= in.end && in.first == 0);
+      taps.push_back(tap);
+    }
+    const int64_t tapped = args.tap_count = static_cast<int64_t>(taps.size());
+    features = torch::stable::new_empty(given.norm, {tapped == 0 ? 0 : entries, rows, tapped, args.width});
+    args.taps = taps.data(), args.features = static_cast<char*>(features.data_ptr());
     memory = torch::stable::new_empty(given.norm, {args.memory_bytes()}, ScalarType::Byte);
     args.memory = bytes(memory);
   }
 };
 
-// The rows after the last layer, and their logits.
-inline std::tuple<Tensor, Tensor> transformer_layers(const LayersInputs& in) {
+// The rows after the last layer, their logits, and what flows into the tapped layers.
+inline std::tuple<Tensor, Tensor, Tensor> transformer_layers(const LayersInputs& in) {
   const Launch launch(in.x);
   const PreparedLayers prepared(in);
   launch(PDK_DEVICE::transformer_layers, prepared.args);
-  return {prepared.out, prepared.logits};
+  return {prepared.out, prepared.logits, prepared.features};
 }
 
 PDK_IMPL("transformer_layers_", transformer_layers)

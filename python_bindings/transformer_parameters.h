@@ -20,6 +20,12 @@ struct ParameterInputs {
   auto fields() const { return std::tie(tensors, parts, layouts, outputs, mixtures); }
 };
 
+// PairedArguments there: how a drafter's layers begin.
+struct PairedInputs {
+  bool paired, x_first, normed_residual, normed_out;
+  auto fields() const { return std::tie(paired, x_first, normed_residual, normed_out); }
+};
+
 struct BindInputs {
   Tensor norm;  // before the head
   ParameterInputs parameters;
@@ -27,8 +33,9 @@ struct BindInputs {
   bool interleaved;
   double scale, eps;
   RoutingInputs routing;
+  PairedInputs pairs;
   auto fields() const {
-    return std::tie(norm, parameters, layers, heads, kv_heads, head_dim, interleaved, scale, eps, routing);
+    return std::tie(norm, parameters, layers, heads, kv_heads, head_dim, interleaved, scale, eps, routing, pairs);
   }
 };
 
@@ -38,17 +45,26 @@ class ParameterReader {
   ParameterReader(const ParameterInputs& in, const RoutingInputs& routing, const Tensor& norm)
       : in_(in), routing_(routing), device_(norm), dtype_(norm.scalar_type()), width_(norm.size(0)) {}
 
-  LayerMatrix embedding() {
-    const LayerMatrix table = matrix(width_, false);
-    const auto* numbers = std::get_if<LinearArgs>(&table.args);
+  std::optional<LayerMatrix> embedding() {
+    const std::optional<LayerMatrix> table = optional_matrix(width_);
+    if (!table) return table;
+    const auto* numbers = std::get_if<LinearArgs>(&table->args);
     PDK_CHECK(numbers == nullptr || numbers->weight_element == numbers->element);
     return table;
   }
-  LayerMatrix head() { return matrix(width_, false); }
-  LayerArgs layer(int64_t heads, int64_t kv_heads, int64_t head_dim, bool with_experts) {
+  std::optional<LayerMatrix> head() { return optional_matrix(width_); }
+  PairedRows paired(const PairedInputs& in) {
+    PairedRows pairs;
+    pairs.embedding_norm = vector(width_), pairs.x_norm = vector(width_), pairs.merge = optional_matrix(2 * width_);
+    PDK_CHECK(!pairs.merge || pairs.merge->outputs == width_);
+    pairs.x_first = in.x_first, pairs.normed_residual = in.normed_residual;
+    return pairs;
+  }
+  // Attention reads rows of `inputs` numbers.
+  LayerArgs layer(int64_t heads, int64_t kv_heads, int64_t head_dim, bool with_experts, int64_t inputs) {
     LayerArgs args;
     args.attention_norm = vector(width_);
-    args.qkv = matrix(width_);
+    args.qkv = matrix(inputs);
     args.q_norm = optional_vector(head_dim), args.k_norm = optional_vector(head_dim);
     args.output = matrix(heads * head_dim);
     args.mlp_norm = vector(width_);
@@ -97,6 +113,12 @@ class ParameterReader {
     mlp.gate_up = matrix(width_, with_biases), mlp.down = matrix(mlp.inner(), with_biases);
     PDK_CHECK(mlp.gate_up.outputs % 2 == 0 && mlp.down.outputs == width_);
     return mlp;
+  }
+  // A matrix without a bias, or nothing in its place.
+  std::optional<LayerMatrix> optional_matrix(int64_t width) {
+    if (next_of(in_.parts, matrix_) > 0 || peek().has_value()) return matrix(width, false);
+    next(), ++matrix_;
+    return std::nullopt;
   }
   // A matrix, and its bias if such matrices have one.
   LayerMatrix matrix(int64_t width, bool with_bias = true) {

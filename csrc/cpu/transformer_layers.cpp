@@ -26,7 +26,7 @@ class Layers {
         memory_(args, parts),
         rows_(args.rows()),
         size_(bytes_of(args.attention.element)),
-        x_(args.embedding == nullptr ? args.x : view(memory_.embedded)),
+        x_(args.x.given() ? args.x : view(memory_.embedded)),
         rope_(args.rope),
         attention_(args.attention) {
     set_rope();
@@ -35,8 +35,17 @@ class Layers {
 
   void compute() {
     if (args_.embedding != nullptr) embed();
+    if (args_.paired != nullptr && args_.layer_count > 0) pair(*args_.paired);
     for (int64_t i = 0; i < args_.layer_count; ++i) compute_layer(i, args_.layers[i]);
-    norm(view(memory_.added), view(memory_.residual), args_.norm, args_.out);
+    if (args_.layer_count > 0) {
+      norm(view(memory_.added), view(memory_.residual), args_.norm, args_.out);
+      tap(args_.layer_count, args_.out);
+      if (args_.normed_out) std::memcpy(args_.out.data, memory_.normed, rows_ * args_.width * size_);
+    } else if (args_.normed_out) {
+      std::memcpy(memory_.normed, x_.data, rows_ * args_.width * size_);
+    } else {
+      norm(x_, {}, args_.norm, {});
+    }
     if (args_.head != nullptr) multiply(*args_.head, memory_.normed, args_.width, args_.logits);
   }
 
@@ -73,7 +82,7 @@ class Layers {
   }
   void look_up(const QuantizedLinearArgs& table) const {
     QuantizedEmbeddingArgs args;
-    args.element = attention_.element, args.ids = {memory_.ids, 1, 0, true}, args.out = x_;
+    args.element = attention_.element, args.ids = {memory_.ids, 1, 0, true}, args.out = view(memory_.embedded);
     std::copy(table.parts, table.parts + table.part_count, args.parts), args.part_count = table.part_count;
     args.rows = rows_, args.width = args_.width;
     run(args);
@@ -128,12 +137,43 @@ class Layers {
 
   RowsView view(void* data) const { return {data, args_.width}; }
 
+  void pair(const PairedRows& paired) {
+    const int64_t width = args_.width;
+    const RowsView halves[2] = {{memory_.pairs, 2 * width}, {memory_.pairs + width * size_, 2 * width}};
+    const RowsView &of_embedding = halves[paired.x_first], &of_x = halves[!paired.x_first];
+    norm_into(args_.beside.given() ? args_.beside : view(memory_.embedded), paired.embedding_norm, of_embedding);
+    norm_into(x_, paired.x_norm, of_x);
+    if (paired.merge) {
+      multiply(*paired.merge, memory_.pairs, 2 * width, memory_.merged);
+      x_ = view(memory_.merged);
+    } else if (paired.normed_residual) {
+      x_ = of_x;
+    }
+  }
+
+  // Gives `features` the input of a layer.
+  void tap(int64_t number, const RowsView& input) const {
+    const int64_t bytes = args_.width * size_;
+    for (int64_t t = 0; t < args_.tap_count; ++t) {
+      if (args_.taps[t] != number) continue;
+      for (int64_t row = 0; row < rows_; ++row) {
+        const char* from = static_cast<const char*>(input.data) + row * input.row_stride * size_;
+        std::memcpy(args_.features + (row * args_.tap_count + t) * bytes, from, bytes);
+      }
+    }
+  }
+
   void compute_layer(int64_t number, const LayerArgs& layer) {
     const bool first = number == 0;
     const RowsView added = view(memory_.added), residual = view(memory_.residual);
-    norm(first ? x_ : added, first ? RowsView{} : residual, layer.attention_norm, view(memory_.input));
-    multiply(layer.qkv, memory_.normed, args_.width, memory_.qkv);
-    add_lora(number, LoraMatrix::kQkv, layer.qkv, memory_.normed, args_.width, memory_.qkv);
+    if (first && args_.paired != nullptr && !args_.paired->merge) {
+      multiply(layer.qkv, memory_.pairs, 2 * args_.width, memory_.qkv);
+    } else {
+      norm(first ? x_ : added, first ? RowsView{} : residual, layer.attention_norm, view(memory_.input));
+      multiply(layer.qkv, memory_.normed, args_.width, memory_.qkv);
+      add_lora(number, LoraMatrix::kQkv, layer.qkv, memory_.normed, args_.width, memory_.qkv);
+    }
+    tap(number, first ? x_ : view(memory_.input));
     if (layer.q_norm != nullptr) norm_heads(layer);
     apply_rope(rope_);
     for (int i = 0; converts() && i < 2; ++i) run(convert_[i]);
@@ -154,16 +194,21 @@ class Layers {
     }
   }
 
+  // The norm of x in `out`.
+  void norm_into(const RowsView& x, void* weight, const RowsView& out) const {
+    AddRmsNormArgs args;
+    args.element = attention_.element, args.rows = rows_, args.width = args_.width, args.eps = args_.eps;
+    args.x = x, args.y = out, args.weight = weight;
+    args.residual = args.next = {}, args.next_weight = nullptr;
+    run(args);
+  }
   // The norm of x, or of `sum`, which becomes x + residual, in memory_.normed.
   void norm(const RowsView& x, const RowsView& residual, void* weight, const RowsView& sum) const {
+    if (!residual.given()) return norm_into(x, weight, view(memory_.normed));
     AddRmsNormArgs args;
     args.element = attention_.element, args.rows = rows_, args.width = args_.width, args.eps = args_.eps;
     args.x = x, args.residual = residual;
-    if (residual.given()) {
-      args.y = sum, args.weight = nullptr, args.next = view(memory_.normed), args.next_weight = weight;
-    } else {
-      args.y = view(memory_.normed), args.weight = weight, args.next = {}, args.next_weight = nullptr;
-    }
+    args.y = sum, args.weight = nullptr, args.next = view(memory_.normed), args.next_weight = weight;
     run(args);
   }
 

@@ -59,13 +59,26 @@ struct LayerCache {
   PageMap pages;
 };
 
+// How a drafter's layers begin (EAGLE-3, multi-token prediction): a row of the embedding and a row of x, each after its
+// own norm, lie side by side in rows of twice the width.
+struct PairedRows {
+  void *embedding_norm, *x_norm;
+  std::optional<LayerMatrix> merge;  // makes rows of the layers of them; nullopt: attention of the first layer reads them
+  bool x_first, normed_residual;     // whether x is on the left; whether what the first layer adds to is x after its norm
+};
+
 struct TransformerLayersArgs {
   const LayerArgs* layers;
-  int64_t layer_count;
+  int64_t layer_count;           // 0: the norm and the head alone
   const IndexView* starts;       // of each layer, as in SpeculativeArgs; nullptr: none has one
   const LayerMatrix* embedding;  // nullptr: x is given
   IndexView ids;                 // (entries, rows of one), with an embedding
-  RowsView x, out;               // contiguous; the result: x plus what the layers add
+  const PairedRows* paired = nullptr;  // nullptr: the layers begin with x, or with the embedding's rows
+  RowsView x, beside, out;       // contiguous; the result: x plus what the layers add; `beside`: rows of the embedding
+  bool normed_out = false;       // whether `out` is what the head reads
+  const int64_t* taps = nullptr;  // layers, counted from 0, whose inputs `features` gets, (rows, tap_count, width)
+  int64_t tap_count = 0;
+  char* features = nullptr;
   void* norm;                    // before the head
   const LayerMatrix* head;       // nullptr: no logits
   void* logits;                  // (rows, outputs of the head)
@@ -96,7 +109,7 @@ struct TransformerLayersArgs {
 struct LayersMemory {
   char *embedded, *residual, *added;
   int64_t *ids, *positions;
-  char *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
+  char *pairs, *merged, *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
   LoraMemory lora;
   char* stored;  // new keys and values in the cache's form, if that is another
   float *lse, *parts, *parts_lse;
@@ -109,6 +122,9 @@ struct LayersMemory {
     embedded = args.embedding == nullptr ? nullptr : take_rows();
     ids = memory.take<int64_t>(args.embedding == nullptr ? 0 : rows);
     positions = memory.take<int64_t>(args.rope.positions.given() ? 0 : rows);
+    const PairedRows* const paired = args.paired;
+    pairs = paired == nullptr ? nullptr : memory.take(rows * 2 * args.width * size);
+    merged = paired == nullptr || !paired->merge ? nullptr : take_rows();
     residual = take_rows(), added = take_rows(), normed = take_rows(), input = take_rows();
     qkv = memory.take(rows * args.all_heads() * head_bytes), mixed = memory.take(rows * attention.q_heads * head_bytes);
     normed_qk = args.norms_heads() ? memory.take(rows * args.turned_heads() * head_bytes) : qkv;
@@ -123,6 +139,7 @@ struct LayersMemory {
       scratch_bytes = std::max(scratch_bytes, matrix.scratch_bytes(rows));
     };
     if (args.head != nullptr) include(*args.head);
+    if (merged != nullptr) include(*paired->merge);
     for (int64_t i = 0; i < args.layer_count; ++i) {
       const LayerArgs& layer = args.layers[i];
       include(layer.qkv), include(layer.output);

@@ -81,8 +81,22 @@ class DrafterSteps(DraftSteps):
     def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
         """After a commit: takes over the first `accepted` tokens of `draft`, after which comes `next_token`."""
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a step keeps some of its rows for the drafter."""
+        return False
+
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         entry, width = self.entry, width or self.slots
+        if width == 1 and not self.reads_rows:
+            known = entry.draft.clone()
+            accepted = self.plain_step()
+            if accepted is not None:
+                entry.checked.copy_(accepted)
+                entry.verified[:, :1], entry.predictions[:, :1], self._forced = known, entry.draft, None
+                self._next_length(accepted)
+                self.accept(known, accepted, entry.draft)
+                return
         draft = entry.draft.clone() if width == 1 else torch.cat([entry.draft, self.draft(width)], 1)
         self._forced = None
         counts = entry.pending if ragged else None

@@ -3,13 +3,16 @@ guesses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from pdkernels._validation import check, refuse
 from pdkernels.decoding.causal._drafter import DrafterSteps
-from pdkernels.decoding.steps import Steps
+from pdkernels.decoding.steps import Rows, Steps
+from pdkernels.decoding.steps.drafts import UNWATCHED
+from pdkernels.decoding.steps.lengths import Lengths
 from pdkernels.generation.noise import OWN
 from pdkernels.generation.session import Session
 
@@ -46,6 +49,10 @@ class FeatureSteps(DrafterSteps):
     def state(self) -> tuple[torch.Tensor, ...]:
         return *super().state, self.features, self.fresh
 
+    @property
+    def reads_rows(self) -> bool:
+        return self.slots > 1 and self._taps_rows
+
     def _read(self) -> Any:
         """The drafter reads all that is fresh."""
         raise NotImplementedError
@@ -53,6 +60,40 @@ class FeatureSteps(DrafterSteps):
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         mixed = self.lengths is not None and len(self.fresh) > 1  # some sequences may not be ready
         super().step(self._ready_width(width), ragged or mixed)
+
+    def rounds(self, session: Session, rows: Rows, replays: Sequence[Callable[[], None]] = ()) -> list[Rows]:
+        watched = replays or session.listens or session.stops.any or session.grammar is not None
+        if self.lengths is None or watched or len(rows) > 1 or rows[0].pending > 1:
+            return super().rounds(session, rows, replays)
+        return self._plain_rounds(self.lengths) or super().rounds(session, rows, replays)
+
+    def _plain_rounds(self, lengths: Lengths) -> list[Rows]:
+        """Runs the steps of one sequence until a draft pays, a few at most, as one op; none: they must run part by
+        part."""
+        if self.greedy is None or not self.sampler.greedy:
+            return []
+        pending, before = self.entry.pending, [tensor.clone() for tensor in lengths.state]
+        steps = lengths.pause_(pending, self.remaining, UNWATCHED)
+        next_length, known = pending.clone(), self.entry.draft.tolist()
+        pending.fill_(1)
+        found = self.greedy.run(steps)
+        if found is None:
+            for tensor, value in zip(lengths.state, before, strict=True):
+                tensor.copy_(value)
+            return []
+        self._taps_rows = False
+        torch.minimum(next_length, self.remaining, out=pending)
+        for values in found:
+            known = self._as_verified(values, known)
+        found[-1][0][self.entry.column("pending")] = int(pending)
+        return [self.entry.rows(values) for values in found]
+
+    def _as_verified(self, values: list[list[int]], known: list[list[int]]) -> list[list[int]]:
+        """Completes an entry after a step of known tokens alone; returns the next ones."""
+        draft, verified, predictions, checked = map(self.entry.column, ("draft", "verified", "predictions", "checked"))
+        for row, (token,) in zip(values, known, strict=True):
+            row[verified], row[predictions], row[checked] = token, row[draft], 1
+        return [[row[draft]] for row in values]
 
     def _ready_width(self, width: int | None) -> int | None:
         """The rows of a step that should have `width`: one where no sequence is ready for a draft. None: a graph, for
@@ -79,7 +120,7 @@ class FeatureSteps(DrafterSteps):
         self.most = max(self.most, other.most)
 
     def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-        if self.slots == 1 or not self._taps_rows:
+        if not self.reads_rows:
             hidden: torch.Tensor = self.model.hidden(draft, cache=self.cache, counts=counts)
         else:
             hidden, taps = self.model.tapped(draft, self.taps, cache=self.cache, counts=counts)

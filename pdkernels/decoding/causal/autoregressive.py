@@ -11,16 +11,15 @@ from typing import Any
 import torch
 
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
+from pdkernels.decoding.steps.drafts import UNWATCHED
 from pdkernels.generation.next_token import write_likeliest_, write_next_token_
 from pdkernels.generation.noise import OWN, banned_tokens, latents
 from pdkernels.generation.session import Session
-from pdkernels.models.architectures.greedy_steps import GreedySteps, greedy_steps
 from pdkernels.models.capabilities import capabilities
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.autoregressive"
 
-_UNWATCHED = 8  # steps at a time that nobody waits for
 _FORCED = 16  # tokens of a forward, the known one included, if a grammar forces the others
 
 
@@ -39,10 +38,8 @@ class AutoregressiveSteps(DraftSteps):
         columns: dict[str, Any] = {"draft": slots} | ({"predictions": slots} if slots > 1 else {})
         self.allocate(session, slots, page_size, **columns)
         self.latents = latents(self.model, self.seeds)
-        self.greedy: GreedySteps | None = None
-        if slots == 1:
-            places = self.entry.table, self.entry.column("draft"), self.remaining, self.ends, self.banned
-            self.greedy = greedy_steps(self.model, self.cache, *places)
+        if slots > 1:
+            self.greedy = None  # a grammar says what comes next
 
     @classmethod
     def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
@@ -75,7 +72,7 @@ class AutoregressiveSteps(DraftSteps):
     def rounds(self, session: Session, rows: Rows, replays: Sequence[Callable[[], None]] = ()) -> list[Rows]:
         watched = replays or session.listens or session.stops.any
         if self.greedy is not None and self.sampler.greedy and not watched:
-            entries = self.greedy.run(_UNWATCHED)
+            entries = self.greedy.run(UNWATCHED)
             if entries is not None:
                 return [self.entry.rows(values) for values in entries]
         return super().rounds(session, rows, replays)

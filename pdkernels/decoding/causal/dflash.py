@@ -115,7 +115,7 @@ class DFlashSteps(FeatureSteps):
             self.most = 0
 
     def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
-        if self.slots > 1 and self._taps_rows:
+        if self.reads_rows:
             self.keep_features(accepted)
 
 

@@ -23,6 +23,7 @@ from pdkernels.decoding.steps import Steps, decoder
 from pdkernels.generation.noise import OWN, banned_tokens, latents
 from pdkernels.generation.session import Session
 from pdkernels.models import load
+from pdkernels.models.architectures.greedy_steps import GreedySteps, greedy_steps
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.protocols import CausalModel, missing
 from pdkernels.models.text.same_tokens import same_tokens
@@ -69,6 +70,12 @@ class DraftModelSteps(DrafterSteps):
         self.text = torch.zeros(session.batch, width, dtype=torch.int64, device=self.cache.device)
         """The text, the known token included."""
         self.most = 1  # the drafter has read all but this many tokens of any text, the known one included
+        self.table = self.text.new_zeros(session.batch, 3)
+        """Of the drafter's own steps: 1 where they count, what was accepted, and the last guess."""
+        self.left = torch.zeros_like(self.remaining)
+        self.chain: GreedySteps | None = None
+        if drafter.config.vocab_size == session.model.config.vocab_size:
+            self.chain = greedy_steps(drafter, self.drafted, self.table, 2, self.left, None, self.banned)
 
     @classmethod
     def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
@@ -119,9 +126,24 @@ class DraftModelSteps(DrafterSteps):
             drawn = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned).clamp(min=0)
             tokens = self.or_forced(number, drawn)
             guesses.append(tokens)
+            if number == 1 and (more := self._chain(tokens, busy, width - 2)) is not None:
+                guesses.append(more)
+                break
             counts, rows = busy, torch.zeros_like(rows)
         self.most = 1
         return torch.cat(guesses, 1)
+
+    def _chain(self, guess: torch.Tensor, busy: torch.Tensor, count: int) -> torch.Tensor | None:
+        """The next `count` guesses ``(batch, count)`` as one op; None: they must be made one by one."""
+        if self.chain is None or count < 1 or self._forced is not None or not self.sampler.greedy:
+            return None
+        self.table[:, 0], self.table[:, 2:] = busy, guess
+        torch.mul(busy, count + 1, out=self.left)
+        entries = self.chain.run(count)
+        if entries is None:
+            return None
+        made = torch.tensor(entries, device=guess.device)[:, :, 2].T
+        return torch.nn.functional.pad(made, (0, count - len(entries)))  # fewer where logits gave no choice
 
     def _catch_up(self, busy: torch.Tensor) -> None:
         """Reads the text until what is left fits into a forward, of which layers with windows have room for some rows."""

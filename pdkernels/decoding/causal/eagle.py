@@ -27,6 +27,7 @@ from pdkernels.masks import TreePlans
 from pdkernels.masks.tree_plans import ancestors
 from pdkernels.models import EagleHead, MtpHead, load_drafter
 from pdkernels.models.capabilities import capabilities
+from pdkernels.models.drafters.chain import chained, draft_chain
 from pdkernels.models.drafters.rows import BranchRows
 
 _LONGEST = 8  # of drafts whose length is chosen
@@ -78,6 +79,7 @@ class EagleSteps(FeatureSteps):
         self.shared = shared_head(op, session.model) if head.head is None else None
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         self.embed = session.model.embed if head.embedding is None else head.embed
+        self.chained = chained(head, session.model)
         self.branches, self.nodes = _checked_tree(
             op, session.model, branches, nodes, slots, chosen, len(head.vocabulary)
         )
@@ -202,6 +204,10 @@ class EagleSteps(FeatureSteps):
             return self._draft_together(width)
         busy = self.entry.pending.sign()
         hidden, guesses = self._read(), list[torch.Tensor]()
+        if self.chained is not None and self._forced is None and self.sampler.greedy:
+            found = draft_chain(self.drafter, self.chained, hidden, self.drafted, busy, width - 1)
+            if found is not None:
+                return found
         read = self.drafted.lengths.clone()
         for number in range(1, width):
             if number > 1:
@@ -236,7 +242,7 @@ class EagleSteps(FeatureSteps):
         return hidden.gather(1, rows)
 
     def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
-        if self.slots == 1 or not self._taps_rows:
+        if not self.reads_rows:
             return
         last = (accepted - 1).clamp(min=0)[:, None]
         following = torch.cat([draft[:, 1:], next_token], 1).scatter(1, last, next_token)

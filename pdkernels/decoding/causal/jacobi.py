@@ -130,6 +130,11 @@ class JacobiSteps(DraftSteps):
         self.number.fill_(1)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
+        accepted = self.plain_step() if width == 1 and self.lookup is not None else None
+        if accepted is not None:
+            self.entry.predictions[:, :1] = self.entry.draft[:, :1]
+            self._look_up(accepted)
+            return
         verdict, remainder = self.verify(width, ragged)
         self.draft(verdict, remainder, width != 1)
 

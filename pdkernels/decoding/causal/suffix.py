@@ -71,6 +71,11 @@ class SuffixSteps(DraftSteps):
         # A stop string may have ended a sequence after its draft was made.
         counts, draft = torch.minimum(sent[:, 0], entry.pending), sent[:, 1:]
         entry.pending.copy_(counts)
+        accepted = self.plain_step() if width == 1 else None
+        if accepted is not None:
+            entry.predictions[:, :1] = entry.draft
+            self._next_length(accepted)
+            return
         shared = len({len(draft) for draft in self.drafts}) == 1
         predictions, no_choice = self.predicted(draft, None if shared else counts, self.banned)
         valid = predictions.clamp(min=0)

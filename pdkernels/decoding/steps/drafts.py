@@ -14,7 +14,11 @@ from pdkernels.decoding.steps.lengths import Lengths
 from pdkernels.generation.batch_sampler import BatchSampler
 from pdkernels.generation.noise import OWN
 from pdkernels.generation.session import Session, has_no_choice, is_end
+from pdkernels.models.architectures.greedy_steps import GreedySteps, greedy_steps
 from pdkernels.ops.verify_draft import DraftVerdict
+
+UNWATCHED = 8
+"""Steps at a time that nobody waits for."""
 
 
 class DraftSteps(Steps):
@@ -32,6 +36,10 @@ class DraftSteps(Steps):
     host knows the lengths without waiting for a device."""
     latents: Mapping[str, Any] = {}
     """Arguments of a forward that only some models have."""
+    banned: tuple[int, ...] = ()
+    """Tokens that are never drawn; a decoder sets them before `allocate`."""
+    greedy: GreedySteps | None = None
+    """Steps in which nothing is drafted, as one op, where there is one."""
 
     def allocate(
         self,
@@ -65,6 +73,8 @@ class DraftSteps(Steps):
         self.remaining = torch.zeros_like(self.cache.lengths)
         """``(batch,)``: remaining tokens; 0 once a sequence is done."""
         self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
+        places = self.entry.table, self.entry.column("draft"), self.remaining, self.ends, self.banned
+        self.greedy = greedy_steps(self.model, self.cache, *places)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -106,6 +116,20 @@ class DraftSteps(Steps):
         drawn = sampler.sample(logits, positions[valid][:, None], self.seeds[sequence], OWN, banned)
         no_choice = torch.zeros_like(valid).masked_scatter_(valid, has_no_choice(logits, drawn))
         return torch.zeros_like(draft).masked_scatter_(valid, drawn), no_choice
+
+    def plain_step(self) -> torch.Tensor | None:
+        """Runs a greedy step in which nothing is drafted as one op. Returns what was accepted, ``(batch,)``; None: it
+        must run part by part.
+
+        The entry has the next known token by then, and the lengths of the drafts that were verified.
+        """
+        if self.greedy is None or not self.sampler.greedy:
+            return None
+        accepted = self.entry.pending.clone()
+        if self.greedy.run(1) is None:
+            return None
+        self.entry.pending.copy_(accepted)
+        return accepted
 
     def judge(self, verdict: DraftVerdict, no_choice: torch.Tensor) -> None:
         """After a verification. `no_choice` ``(batch, R)``: the rows that had no distribution to draw from.

@@ -75,3 +75,17 @@ class Lengths:
         `ready` says by now what holds after the step.
         """
         draft_lengths_(rows, accepted, remaining, self.seen, self.balance, self.ready, self.seconds, **self.options)
+
+    def pause_(self, rows: torch.Tensor, remaining: torch.Tensor, most: int) -> int:
+        """Counts steps of one sequence in which nothing is drafted, before they run, until a draft pays; returns how
+        many there are, `most` at most. `rows` ``(1,)`` are then those of the draft after them.
+
+        `remaining` is that before these steps. None of them keeps its row for the drafter.
+        """
+        self.ready.zero_()
+        accepted = torch.ones_like(rows)
+        for steps in range(1, most + 1):
+            self.choose_(rows.fill_(1), accepted, (remaining - steps).clamp(min=0))
+            if int(rows) != 1:
+                return steps
+        return most

@@ -296,12 +296,13 @@ class Transformer(nn.Module):
         counts: torch.Tensor | None,
         mask: torch.Tensor | TilePlan | None,
         with_logits: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        taps: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """`whole_step.run_forward`, where no part of the forward is another one."""
         if torch.compiler.is_compiling() or type(self) is not Transformer or not vars(self).keys().isdisjoint(_PARTS):
             return None
         with nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad():
-            return whole_step.run_forward(self, tokens, cache, counts, mask, with_logits)
+            return whole_step.run_forward(self, tokens, cache, counts, mask, with_logits, taps)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Transformer:
         self.binding.drop()  # or what moves would stay where it was too
@@ -372,6 +373,10 @@ class Transformer(nn.Module):
             (torch.Size([1, 3, 3, 16]), True, True)
         """
         taps = checked_taps("Transformer.tapped", taps, self.config.layers)
+        if cache is not None and positions is None and adapted is False:
+            whole = self._whole(tokens, cache, counts, mask, False, taps)
+            if whole is not None:
+                return Tapped(whole[0], whole[2])
         states: dict[int, torch.Tensor | None] = dict.fromkeys(taps)
         hidden = self._forward(tokens, cache, counts, positions, mask, adapted, states)
         return Tapped.of(hidden, states, taps)
@@ -551,13 +556,18 @@ class Transformer(nn.Module):
         gate: torch.Tensor | None,
         states: dict[int, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
-        x, first = self.embed(tokens), 0
+        x, first, layers = self.embed(tokens), 0, self.config.layers
+        if states and gate is None and isinstance(rows, NewRows):
+            found = whole_step.run_layers(self, x, rows, 0, layers, [*states])
+            if found is not None:
+                states.update(zip(states, found[1].unbind(-2), strict=True))
+                return found[0]
         for tap in sorted(states or ()):
             x = self._run_layers(x, rows, gate, first, tap)
             first = tap
             assert states is not None
             states[tap] = x
-        return self._run_layers(x, rows, gate, first, self.config.layers)
+        return self._run_layers(x, rows, gate, first, layers)
 
     def _run_layers(
         self, x: torch.Tensor, rows: NewRows | RecomputedRows, gate: torch.Tensor | None, first: int, end: int
@@ -566,9 +576,9 @@ class Transformer(nn.Module):
         if first == end:
             return x
         if gate is None and isinstance(rows, NewRows):
-            hidden = whole_step.run_layers(self, x, rows, first, end)
-            if hidden is not None:
-                return hidden
+            found = whole_step.run_layers(self, x, rows, first, end)
+            if found is not None:
+                return found[0]
         added: torch.Tensor | None = None
         for index, layer in enumerate(islice(self.layers, first, end), first):
             lora = None if rows.lora is None else partial(rows.lora.add, layer=index)

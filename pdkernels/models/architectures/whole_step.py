@@ -11,6 +11,7 @@ objects, and the op whether these still have the same memory.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,13 +67,14 @@ class TransformerParameters(NamedTuple):
     def add_layer(self, layer: Layer) -> None:
         """KeyError: it keeps some in another way."""
         every = layer._parameters | layer._modules
-        for name in _NAMES_OF[type(layer)]:
+        for name in LAYERS[type(layer)]:
             if name in _MATRICES:
                 self.add_matrix(every[name])
             else:
                 self.tensors.append(every[name])  # type: ignore[arg-type]
 
     def add_matrix(self, weight: Any) -> None:
+        """None: there is none."""
         if type(weight) is QuantizedWeight:
             self.tensors.extend(weight.data)
             self.layouts.extend(weight.layouts)
@@ -101,6 +103,34 @@ class RoutingArguments(NamedTuple):
         return cls(experts.per_token, experts.normalized, by_sigmoid, groups, experts.chosen_groups, experts.scale)
 
 
+class PairedArguments(NamedTuple):
+    """How the layers of a drafter begin, with `Parts.paired`; `PairedInputs` in
+    python_bindings/transformer_parameters.h."""
+
+    paired: bool = False
+    x_first: bool = False
+    """Whether x is on the left of the embedding's row."""
+    normed_residual: bool = False
+    """Whether what the first layer adds to is x after its norm."""
+    normed_out: bool = False
+    """Whether the rows after the last layer are returned normed, as the head reads them."""
+
+
+class Parts(NamedTuple):
+    """What is bound of a model beside its layers."""
+
+    config: Any
+    """A `TransformerConfig`, of the layers."""
+    embedding: Any
+    """A matrix; None: the op is not given ids."""
+    head: Any
+    """A matrix; None: the op gives no logits."""
+    paired: tuple[Tensor | None, Tensor | None, Any] | None = None
+    """Of a drafter whose layers begin with a row of the embedding and one of x side by side: the norms of both, and the
+    matrix that makes one row of them; None: attention of the first layer reads them."""
+    pairs: PairedArguments = PairedArguments()
+
+
 class BindArguments(NamedTuple):
     """The arguments of `BIND`; `BindInputs` in python_bindings/transformer_parameters.h."""
 
@@ -114,6 +144,7 @@ class BindArguments(NamedTuple):
     scale: float
     eps: float
     routing: RoutingArguments
+    pairs: PairedArguments
 
 
 class LayersArguments(NamedTuple):
@@ -122,6 +153,10 @@ class LayersArguments(NamedTuple):
     bound: Tensor
     x: Tensor
     """Rows, or ids of the embedding's."""
+    beside: Tensor | None
+    """Rows of the embedding, where a drafter's layers begin with pairs of rows."""
+    taps: list[int]
+    """Layers whose inputs are returned too; then `first` is 0."""
     first: int
     end: int
     with_logits: bool
@@ -151,12 +186,13 @@ class LayersArguments(NamedTuple):
 _WRITTEN = ["k_cache", "v_cache", "more_k", "more_v"]
 # Not among the public ops: they serve the models alone, have no other device, and their reference is `Layer`.
 LIBRARY.define(f"{BIND}({schema_of(BindArguments)}) -> Tensor bound")
-LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=_WRITTEN)}) -> (Tensor hidden, Tensor logits)")
+LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=_WRITTEN)}) -> (Tensor hidden, Tensor logits, Tensor features)")
 _bind = getattr(getattr(torch.ops, NAMESPACE), BIND).default
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
 
-_NAMES_OF: dict[type, tuple[str, ...]] = {Layer: NAMES, ExpertLayer: EXPERT_NAMES}
+LAYERS: dict[type, tuple[str, ...]] = {Layer: NAMES, ExpertLayer: EXPERT_NAMES}
+"""The classes of layers that are bound, and the names of their parameters."""
 _TYPES = {Tensor, torch.nn.Parameter, type(None)}
 # What an instance may have replaced.
 _METHODS = {name for name, value in vars(Layer).items() if callable(value)} | {"_compiled_call_impl"}
@@ -173,12 +209,14 @@ class Seen(NamedTuple):
     classes: tuple[type, ...]
 
     @classmethod
-    def of(cls, model: Any) -> Seen:
+    def of(cls, model: Any, others: Sequence[nn.Module] = ()) -> Seen:
         dictionaries: list[dict[str, Any]] = [model._parameters, model._modules, model.layers._modules]
+        for other in others:
+            dictionaries += [other._parameters, other._modules]
         for layer in model.layers:
             dictionaries += [vars(layer), layer._parameters, layer._modules]
             dictionaries += [getattr(layer, name) for name in _HOOKS]
-        for owner in (model, *model.layers):
+        for owner in (model, *others, *model.layers):
             for weight in filter(None, owner._modules.values()):
                 if type(weight) is QuantizedWeight:
                     dictionaries.append(weight._buffers)
@@ -203,26 +241,37 @@ class Binding:
         """None: some layer is another class, has hooks, or keeps its parameters in another way."""
         kept = self._kept
         if kept is None or not unchanged(*kept[0]):
-            kept = self._kept = Seen.of(model), _bound(model)
+            kept = self._kept = Seen.of(model, self.others(model)), _bound(model, self.parts(model))
         return kept[1]
+
+    def parts(self, model: Any) -> Parts:
+        return Parts(model.config, model.embedding, model.embedding if model.head is None else model.head)
+
+    def others(self, model: Any) -> Sequence[nn.Module]:
+        """The modules beside `model` that hold some of `parts`."""
+        return ()
 
     def drop(self) -> None:
         self._kept = None
 
     def __reduce__(self) -> tuple[type[Binding], tuple[()]]:
-        return Binding, ()
+        return type(self), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        return Binding()
+        return type(self)()
 
 
-def _bound(model: Any) -> Tensor | None:
-    config = model.config
+def _bound(model: Any, parts: Parts) -> Tensor | None:
+    config = parts.config
     if not config.usual or any(map(_differs, model.layers)):
         return None
     parameters = TransformerParameters([], [], [], [], [])
-    parameters.add_matrix(model.embedding)
-    parameters.add_matrix(model.embedding if model.head is None else model.head)
+    parameters.add_matrix(parts.embedding)
+    parameters.add_matrix(parts.head)
+    if parts.paired is not None:
+        *norms, merge = parts.paired
+        parameters.tensors.extend(norms)
+        parameters.add_matrix(merge)
     try:
         for layer in model.layers:
             parameters.add_layer(layer)
@@ -234,7 +283,8 @@ def _bound(model: Any) -> Tensor | None:
     interleaved, scale = config.rope_style == "interleaved", config.head_dim**-0.5
     sizes = len(model.layers), config.heads, config.kv_heads, config.head_dim
     routing = RoutingArguments.of(config.experts)
-    arguments = BindArguments(model.norm, parameters, *sizes, interleaved, scale, config.norm_eps, routing)
+    eps, pairs = config.norm_eps, parts.pairs._replace(paired=parts.paired is not None)
+    arguments = BindArguments(model.norm, parameters, *sizes, interleaved, scale, eps, routing, pairs)
     try:
         bound: Tensor = _bind(*flat(arguments))
     except RuntimeError:
@@ -244,7 +294,7 @@ def _bound(model: Any) -> Tensor | None:
 
 def _differs(layer: Layer) -> bool:
     hooked = any(getattr(layer, name) for name in _HOOKS)
-    return type(layer) not in _NAMES_OF or hooked or not _METHODS.isdisjoint(vars(layer))
+    return type(layer) not in LAYERS or hooked or not _METHODS.isdisjoint(vars(layer))
 
 
 def asked() -> bool:
@@ -254,8 +304,14 @@ def asked() -> bool:
     return value != "0"
 
 
-def run_layers(model: Any, x: Tensor, rows: NewRows, first: int, end: int) -> Tensor | None:
-    """What layer `end` of a model gets if layer `first` gets `x`; None: they must run one by one."""
+def run_layers(
+    model: Any, x: Tensor, rows: NewRows, first: int, end: int, taps: Sequence[int] = (), beside: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """What layer `end` of a model gets if layer `first` gets `x`, and what the layers `taps` get, ``(batch, rows,
+    len(taps), hidden_size)``; None: they must run one by one.
+
+    `beside`: rows of the embedding beside `x`, for a drafter that reads both.
+    """
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
     fits = rotation.positions is not None and x.is_floating_point()
     if cache is None or not isinstance(plan, TilePlan) or not fits:
@@ -264,8 +320,8 @@ def run_layers(model: Any, x: Tensor, rows: NewRows, first: int, end: int) -> Te
         return None
     found = _results(
         model,
-        x,
-        (first, end, False),
+        x.contiguous(),
+        (None if beside is None else beside.contiguous(), [*taps], first, end, False),
         cache,
         (rows.counts, rows.cu_seqlens),
         rotation,
@@ -273,14 +329,20 @@ def run_layers(model: Any, x: Tensor, rows: NewRows, first: int, end: int) -> Te
         plan,
         rows.lora,
     )
-    return None if found is None else found[0]
+    return None if found is None else (found[0], found[2])
 
 
 def run_forward(
-    model: Any, tokens: Tensor, cache: Cache, counts: Tensor | None, mask: Tensor | TilePlan | None, with_logits: bool
-) -> tuple[Tensor, Tensor] | None:
-    """The input of `logits` for rows after the cached ones, and with `with_logits` their logits; None: the forward must
-    run part by part."""
+    model: Any,
+    tokens: Tensor,
+    cache: Cache,
+    counts: Tensor | None,
+    mask: Tensor | TilePlan | None,
+    with_logits: bool,
+    taps: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The input of `logits` for rows after the cached ones, with `with_logits` their logits, and what the layers `taps`
+    get; None: the forward must run part by part."""
     config = model.config
     if config.embedding_scale != 1 or config.windows or type(tokens) is not Tensor or tokens.dim() != 2:
         return None
@@ -293,20 +355,21 @@ def run_forward(
         return None
     check_mask("Transformer", mask, batch, rows, tokens.device)
     lora = AdaptedRows.of(cache.adapters, rows, None, tokens.device)
-    return _results(model, tokens, (0, config.layers, with_logits), cache, (counts, None), table, [], plan, lora)
+    parts = None, [*taps], 0, config.layers, with_logits
+    return _results(model, tokens, parts, cache, (counts, None), table, [], plan, lora)
 
 
 def _results(
     model: Any,
     x: Tensor,
-    parts: tuple[int, int, bool],
+    parts: tuple[Tensor | None, list[int], int, int, bool],
     cache: Cache,
     rows: tuple[Tensor | None, Tensor | None],
     rotation: Rotation,
     starts: list[Tensor | None],
     plan: TilePlan,
     lora: AdaptedRows | None,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, Tensor] | None:
     bound = model.binding.of(model)
     if bound is None:
         return None
@@ -317,7 +380,7 @@ def _results(
             bound, x, *parts, k, v, cache.lengths, *rows, table, more_k, more_v, more_tables, groups, plan.q_len,
             rotation.cos, rotation.sin, rotation.positions, starts, adapted, plan.arguments,
         )  # fmt: skip
-        results: tuple[Tensor, Tensor] = run_counted(_run, (*arguments[:-2], *adapted, *plan.arguments), _WRITES)
+        results: tuple[Tensor, Tensor, Tensor] = run_counted(_run, (*arguments[:-2], *adapted, *plan.arguments), _WRITES)
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return results

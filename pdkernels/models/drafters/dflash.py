@@ -26,6 +26,7 @@ from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.layer import Layer, Matrix
 from pdkernels.models.architectures.taps import checked_taps
+from pdkernels.models.architectures.whole_step import run_layers
 from pdkernels.models.architectures.windows import Window
 from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
 from pdkernels.models.drafters.rows import new_rows, rotation_at, tables_of
@@ -159,7 +160,8 @@ class DFlashHead(DrafterHead):
         rows = new_rows(body, self.tables, embedded, count, cache, mask=_whole(count, embedded.device))
         if any(body.windows):
             rows = rows._replace(seen=self._seen(rows.visibility, count, cache))
-        return self.run(embedded, rows.attend_)
+        found = run_layers(self, embedded, rows, 0, body.layers)
+        return self.run(embedded, rows.attend_) if found is None else found[0]
 
     def _seen(self, visibility: Visibility, count: int, cache: Cache) -> tuple[Seen, ...]:
         """What rows see in each layer: all rows of a block begin with the same row of the context."""

@@ -23,6 +23,7 @@ from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.layer import Layer, Matrix
 from pdkernels.models.architectures.taps import checked_taps
+from pdkernels.models.architectures.whole_step import LAYERS, NAMES, PairedArguments, Parts, run_layers
 from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
 from pdkernels.models.drafters.rows import new_rows, tables_of
 
@@ -103,6 +104,9 @@ class EagleLayer(Layer):
         return x, self._mlp(normed)
 
 
+LAYERS[EagleLayer] = NAMES
+
+
 class EagleHead(DrafterHead):
     """A drafter for the method "eagle". Like its target it runs on a cache of its own, in which row i belongs to token
     i + 1.
@@ -181,7 +185,13 @@ class EagleHead(DrafterHead):
         """
         with torch.no_grad():
             rows = new_rows(self.config.body, self.tables, embedded, embedded.shape[1], cache, counts, positions, mask)
-            return self.run(embedded, hidden, rows)
+            found = run_layers(self, hidden, rows, 0, len(self.layers), beside=embedded)
+            return self.run(embedded, hidden, rows) if found is None else found[0]
+
+    def parts(self) -> Parts:
+        config, first = self.config, cast(EagleLayer, self.layers[0])
+        pairs = PairedArguments(normed_residual=config.norm_before_residual, normed_out=config.norm_output)
+        return super().parts()._replace(paired=(first.attention_norm, first.hidden_norm, None), pairs=pairs)
 
     def run(self, embedded: Tensor, hidden: Tensor, rows: NewRows) -> Tensor:
         """A forward over prepared rows."""

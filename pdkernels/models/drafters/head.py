@@ -4,7 +4,7 @@ packed matrices."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -16,7 +16,9 @@ from pdkernels.models.architectures.caches import new_cache
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.layer import Matrix
 from pdkernels.models.architectures.packing import adopt_, quantized_state
+from pdkernels.models.architectures.whole_step import Parts
 from pdkernels.models.architectures.windows import Window
+from pdkernels.models.drafters.chain import DrafterBinding
 from pdkernels.models.drafters.rows import DRAFTER_MATRICES
 
 if TYPE_CHECKING:
@@ -49,6 +51,11 @@ class DrafterHead(nn.Module):
     vocabulary: Tensor
     """``(draft_vocab_size,)`` int64, the target's id of each token that it can draft."""
     embedding: Matrix | None
+    head: Matrix | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.binding = DrafterBinding()
 
     @torch.no_grad()
     def initialize_(self) -> None:
@@ -83,6 +90,14 @@ class DrafterHead(nn.Module):
     def cached_windows(self) -> Sequence[Window | None]:
         """Of each layer, what rows to come see of the cached ones; empty: all of them."""
         return ()
+
+    def parts(self) -> Parts:
+        """What a forward as one op is bound to beside the layers."""
+        return Parts(self.config.body, self.embedding, self.head)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self.binding.drop()  # or what moves would stay where it was too
+        return cast("Self", super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The rows of its own embedding."""

@@ -23,6 +23,7 @@ from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.hybrid import HybridConfig, HybridLayer
 from pdkernels.models.architectures.layer import Layer, Matrix
+from pdkernels.models.architectures.whole_step import PairedArguments, Parts, run_layers
 from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
 from pdkernels.models.drafters.rows import new_rows, tables_of
 
@@ -119,9 +120,22 @@ class MtpHead(DrafterHead):
             cache: of `new_cache`; `counts` as in a forward of `Transformer`.
         """
         with torch.no_grad():
+            whole = None if self._hybrid else self._whole(embedded, hidden, cache, counts)
+            if whole is not None:
+                return whole
             halves = self._normed(embedded, "embedding_norm"), self._normed(hidden, "hidden_norm")
             x = linear(torch.cat(halves[::-1] if self.config.hidden_first else halves, -1), self.fc)
             return self._normed(self._layer(x, cache, counts), "norm")
+
+    def _whole(self, embedded: Tensor, hidden: Tensor, cache: Cache, counts: Tensor | None) -> Tensor | None:
+        """A forward as one op; None: it must run part by part."""
+        rows = new_rows(self.config.body, self.tables, hidden, hidden.shape[1], cache, counts)
+        found = run_layers(self, hidden, rows, 0, 1, beside=embedded)
+        return None if found is None else found[0]
+
+    def parts(self) -> Parts:
+        pairs = PairedArguments(x_first=self.config.hidden_first, normed_out=True)
+        return super().parts()._replace(paired=(self.embedding_norm, self.hidden_norm, self.fc), pairs=pairs)
 
     def logits(self, hidden: Tensor, head: Any) -> Tensor:
         """``(..., vocab_size)`` of rows of a forward. `head`: the target's matrix."""
