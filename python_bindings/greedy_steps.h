@@ -33,30 +33,10 @@ inline std::tuple<Tensor> greedy_steps(const GreedyInputs& in) {
   PDK_CHECK(in.k_cache.dim() == 5);
   Tensor table = in.table, memory;
   const Tensor ids = torch::stable::narrow(table, 1, in.draft, 1);
-  const PreparedLayers layers(LayersInputs{in.bound,
-                                           ids,
-                                           {},
-                                           {},
-                                           0,
-                                           in.k_cache.size(0),
-                                           true,
-                                           in.k_cache,
-                                           in.v_cache,
-                                           in.lengths,
-                                           {},
-                                           {},
-                                           in.block_table,
-                                           {},
-                                           {},
-                                           {},
-                                           {},
-                                           1,
-                                           in.cos,
-                                           in.sin,
-                                           {},
-                                           {},
-                                           {},
-                                           in.plan});
+  const PreparedLayers layers(LayersInputs{in.bound,       ids,        {},         {},         0,  in.k_cache.size(0),
+                                           true,           in.k_cache, in.v_cache, in.lengths, {}, {},
+                                           in.block_table, {},         {},         {},         {}, 1,
+                                           in.cos,         in.sin,     {},         {},         {}, in.plan});
   OptionalWritten lengths;
   lengths.emplace(in.lengths);
   GreedyStepsArgs args;

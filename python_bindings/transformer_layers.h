@@ -14,8 +14,8 @@ namespace pdkernels::PDK_DEVICE::bindings {
 
 // LayersArguments of pdkernels/models/architectures/whole_step.py.
 struct LayersInputs {
-  Tensor bound;        // of bind_transformer
-  Tensor x;            // (batch, rows) ids, or (batch, rows, width)
+  Tensor bound;           // of bind_transformer
+  Tensor x;               // (batch, rows) ids, or (batch, rows, width)
   OptionalTensor beside;  // (batch, rows, width), where rows are paired
   std::vector<int64_t> taps;
   int64_t first, end;  // layers
@@ -33,8 +33,9 @@ struct LayersInputs {
   AdaptedInputs adapted;
   PlanInputs plan;
   auto fields() const {
-    return std::tie(bound, x, beside, taps, first, end, with_logits, k_cache, v_cache, lengths, counts, cu_seqlens, block_table,
-                    more_k, more_v, more_tables, groups, longest, cos, sin, positions, starts, adapted, plan);
+    return std::tie(bound, x, beside, taps, first, end, with_logits, k_cache, v_cache, lengths, counts, cu_seqlens,
+                    block_table, more_k, more_v, more_tables, groups, longest, cos, sin, positions, starts, adapted,
+                    plan);
   }
 };
 

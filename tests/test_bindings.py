@@ -11,6 +11,7 @@ import torch
 from pdkernels import _native
 from pdkernels.generation import next_token
 from pdkernels.models.architectures import greedy_steps, lora, whole_step
+from pdkernels.models.drafters import chain
 from pdkernels.ops.library import NAMESPACE, OPS
 
 BINDINGS = Path(__file__).resolve().parent.parent / "python_bindings"
@@ -19,7 +20,7 @@ HEADERS = {path.name: path.read_text() for path in sorted(BINDINGS.glob("[!h]*.h
 SOURCE = "\n".join(HEADERS.values())
 LONGEST = 260
 # Ops that serve models and decoders alone, on the CPU.
-INTERNAL = {whole_step.OP, whole_step.BIND, greedy_steps.OP, next_token.OP, lora.BIND, lora.ADD}
+INTERNAL = {whole_step.OP, whole_step.BIND, greedy_steps.OP, chain.OP, next_token.OP, lora.BIND, lora.ADD}
 IMPLEMENTED = dict(re.findall(r'^PDK_IMPL\("(\w+)", (\w+)\)', SOURCE, re.MULTILINE))
 
 # What reads, writes or copies the elements of a tensor, and what runs a loop over them.

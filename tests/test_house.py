@@ -36,6 +36,7 @@ INTERNAL_FAMILIES = {
     "transformer_layers": "tests/models/test_whole_step.py",
     "experts": "tests/models/test_whole_step_experts.py",
     "greedy_steps": "tests/models/test_whole_step.py",
+    "draft_chain": "tests/models/test_drafter_steps.py",
     "next_token": "tests/decoding/test_next_token.py",
     "lora": "tests/models/test_request_adapters.py",
 }
@@ -350,6 +351,7 @@ def test_op_headers_do_not_depend_on_one_another() -> None:
     }
     assert {name: included for name, included in found.items() if included} == {
         "experts": {"grouped_linear"},
+        "draft_chain": {"next_token", "transformer_layers"},
         "greedy_steps": {"next_token", "transformer_layers"},
         "next_token": {"token_statistics"},
         "grouped_linear": {"linear", "quantized_linear"},

@@ -7,13 +7,13 @@
 namespace pdkernels {
 
 struct DraftChainArgs {
-  TransformerLayersArgs layers;  // over one row a sequence: `tokens` as ids, `hidden` as x, with logits
-  NextTokenArgs choice;          // of the logits of the layers
+  TransformerLayersArgs layers;      // over one row a sequence: `tokens` as ids, `hidden` as x, with logits
+  NextTokenArgs choice;              // of the logits of the layers
   const int64_t *vocabulary, *busy;  // the target's ids of drafted tokens; (batch,) 1 where rows are stored, or 0
   int64_t batch, guesses;
-  int64_t* found;            // (batch, guesses)
+  int64_t* found;             // (batch, guesses)
   int64_t *tokens, *lengths;  // (batch,): of the last guess; cached rows, to which the chain's are added
-  char *hidden, *memory;     // (batch, width), at first the rows that the first guess is made from; memory_bytes()
+  char *hidden, *memory;      // (batch, width), at first the rows that the first guess is made from; memory_bytes()
 
   int64_t memory_bytes() const {
     MemoryParts parts;

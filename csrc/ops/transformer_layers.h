@@ -63,25 +63,26 @@ struct LayerCache {
 // own norm, lie side by side in rows of twice the width.
 struct PairedRows {
   void *embedding_norm, *x_norm;
-  std::optional<LayerMatrix> merge;  // makes rows of the layers of them; nullopt: attention of the first layer reads them
-  bool x_first, normed_residual;     // whether x is on the left; whether what the first layer adds to is x after its norm
+  std::optional<LayerMatrix>
+      merge;                      // makes rows of the layers of them; nullopt: attention of the first layer reads them
+  bool x_first, normed_residual;  // whether x is on the left; whether what the first layer adds to is x after its norm
 };
 
 struct TransformerLayersArgs {
   const LayerArgs* layers;
-  int64_t layer_count;           // 0: the norm and the head alone
-  const IndexView* starts;       // of each layer, as in SpeculativeArgs; nullptr: none has one
-  const LayerMatrix* embedding;  // nullptr: x is given
-  IndexView ids;                 // (entries, rows of one), with an embedding
+  int64_t layer_count;                 // 0: the norm and the head alone
+  const IndexView* starts;             // of each layer, as in SpeculativeArgs; nullptr: none has one
+  const LayerMatrix* embedding;        // nullptr: x is given
+  IndexView ids;                       // (entries, rows of one), with an embedding
   const PairedRows* paired = nullptr;  // nullptr: the layers begin with x, or with the embedding's rows
-  RowsView x, beside, out;       // contiguous; the result: x plus what the layers add; `beside`: rows of the embedding
-  bool normed_out = false;       // whether `out` is what the head reads
+  RowsView x, beside, out;        // contiguous; the result: x plus what the layers add; `beside`: rows of the embedding
+  bool normed_out = false;        // whether `out` is what the head reads
   const int64_t* taps = nullptr;  // layers, counted from 0, whose inputs `features` gets, (rows, tap_count, width)
   int64_t tap_count = 0;
   char* features = nullptr;
-  void* norm;                    // before the head
-  const LayerMatrix* head;       // nullptr: no logits
-  void* logits;                  // (rows, outputs of the head)
+  void* norm;               // before the head
+  const LayerMatrix* head;  // nullptr: no logits
+  void* logits;             // (rows, outputs of the head)
   int64_t width;
   float eps;
   // What layers have in common: sizes, plan, lengths, and the caches of the first; from each to the next, in bytes.

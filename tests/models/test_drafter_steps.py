@@ -29,7 +29,14 @@ from tests.models.test_whole_step import both, count_runs
 
 pytestmark = pytest.mark.skipif(not _native.has_native(), reason="needs the compiled ops")
 
-SIZES: dict[str, Any] = {"vocab_size": 48, "hidden_size": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate_size": 64}
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
 TARGET = TransformerConfig(layers=3, max_positions=128, **SIZES)
 EAGLES = [
     {},
@@ -68,7 +75,9 @@ def mtp(model: Transformer, hidden_first: bool = False) -> MtpHead:
 
 def dflash(model: Transformer, **options: Any) -> DFlashHead:
     torch.manual_seed(8)
-    config = DFlashConfig(body(2, qk_norm=True, **options), taps=(1, 3), block_size=4, mask_token=0, draft_vocab_size=20)
+    config = DFlashConfig(
+        body(2, qk_norm=True, **options), taps=(1, 3), block_size=4, mask_token=0, draft_vocab_size=20
+    )
     return DFlashHead(config).to(model.dtype).requires_grad_(False).eval()
 
 
@@ -236,7 +245,7 @@ def test_steps_without_a_draft_are_one_op(
     for prompts in (PROMPTS[:1], PROMPTS):
         counted.clear()
         heard: list[Any] = []
-        callback = {"on_tokens": lambda *event: heard.append(event)} if listens else {}
+        callback = {"on_tokens": lambda *event, heard=heard: heard.append(event)} if listens else {}
         found = generate(model, prompts, method, max_new_tokens=24, **options, **callback)
         assert [one.tolist() for one in found.tokens] == expected[: len(prompts)]
         assert sum(counted) > 0 and listens == bool(heard)

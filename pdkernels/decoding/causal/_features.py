@@ -76,24 +76,24 @@ class FeatureSteps(DrafterSteps):
         steps = lengths.pause_(pending, self.remaining, UNWATCHED)
         next_length, known = pending.clone(), self.entry.draft.tolist()
         pending.fill_(1)
-        found = self.greedy.run(steps)
-        if found is None:
+        entries = self.greedy.run(steps)
+        if entries is None:
             for tensor, value in zip(lengths.state, before, strict=True):
                 tensor.copy_(value)
             return []
         self._taps_rows = False
         torch.minimum(next_length, self.remaining, out=pending)
-        for values in found:
-            known = self._as_verified(values, known)
-        found[-1][0][self.entry.column("pending")] = int(pending)
-        return [self.entry.rows(values) for values in found]
+        for entry in entries:
+            known = self._as_verified(entry, known)
+        entries[-1][0][self.entry.column("pending")] = int(pending)
+        return [self.entry.rows(entry) for entry in entries]
 
-    def _as_verified(self, values: list[list[int]], known: list[list[int]]) -> list[list[int]]:
+    def _as_verified(self, entry: list[list[int]], known: list[list[int]]) -> list[list[int]]:
         """Completes an entry after a step of known tokens alone; returns the next ones."""
         draft, verified, predictions, checked = map(self.entry.column, ("draft", "verified", "predictions", "checked"))
-        for row, (token,) in zip(values, known, strict=True):
+        for row, (token,) in zip(entry, known, strict=True):
             row[verified], row[predictions], row[checked] = token, row[draft], 1
-        return [[row[draft]] for row in values]
+        return [[row[draft]] for row in entry]
 
     def _ready_width(self, width: int | None) -> int | None:
         """The rows of a step that should have `width`: one where no sequence is ready for a draft. None: a graph, for

@@ -205,9 +205,9 @@ class EagleSteps(FeatureSteps):
         busy = self.entry.pending.sign()
         hidden, guesses = self._read(), list[torch.Tensor]()
         if self.chained is not None and self._forced is None and self.sampler.greedy:
-            found = draft_chain(self.drafter, self.chained, hidden, self.drafted, busy, width - 1)
-            if found is not None:
-                return found
+            chain = draft_chain(self.drafter, self.chained, hidden, self.drafted, busy, width - 1)
+            if chain is not None:
+                return chain
         read = self.drafted.lengths.clone()
         for number in range(1, width):
             if number > 1:

@@ -558,10 +558,10 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         x, first, layers = self.embed(tokens), 0, self.config.layers
         if states and gate is None and isinstance(rows, NewRows):
-            found = whole_step.run_layers(self, x, rows, 0, layers, [*states])
-            if found is not None:
-                states.update(zip(states, found[1].unbind(-2), strict=True))
-                return found[0]
+            tapped = whole_step.run_layers(self, x, rows, 0, layers, [*states])
+            if tapped is not None:
+                states.update(zip(states, tapped[1].unbind(-2), strict=True))
+                return tapped[0]
         for tap in sorted(states or ()):
             x = self._run_layers(x, rows, gate, first, tap)
             first = tap
@@ -576,9 +576,9 @@ class Transformer(nn.Module):
         if first == end:
             return x
         if gate is None and isinstance(rows, NewRows):
-            found = whole_step.run_layers(self, x, rows, first, end)
-            if found is not None:
-                return found[0]
+            whole = whole_step.run_layers(self, x, rows, first, end)
+            if whole is not None:
+                return whole[0]
         added: torch.Tensor | None = None
         for index, layer in enumerate(islice(self.layers, first, end), first):
             lora = None if rows.lora is None else partial(rows.lora.add, layer=index)

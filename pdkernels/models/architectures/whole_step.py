@@ -186,7 +186,9 @@ class LayersArguments(NamedTuple):
 _WRITTEN = ["k_cache", "v_cache", "more_k", "more_v"]
 # Not among the public ops: they serve the models alone, have no other device, and their reference is `Layer`.
 LIBRARY.define(f"{BIND}({schema_of(BindArguments)}) -> Tensor bound")
-LIBRARY.define(f"{OP}({schema_of(LayersArguments, mutated=_WRITTEN)}) -> (Tensor hidden, Tensor logits, Tensor features)")
+LIBRARY.define(
+    f"{OP}({schema_of(LayersArguments, mutated=_WRITTEN)}) -> (Tensor hidden, Tensor logits, Tensor features)"
+)
 _bind = getattr(getattr(torch.ops, NAMESPACE), BIND).default
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
@@ -318,7 +320,7 @@ def run_layers(
         return None
     if not fused.enabled(x) or not serves(x, cache, rotation):
         return None
-    found = _results(
+    results = _results(
         model,
         x.contiguous(),
         (None if beside is None else beside.contiguous(), [*taps], first, end, False),
@@ -329,7 +331,7 @@ def run_layers(
         plan,
         rows.lora,
     )
-    return None if found is None else (found[0], found[2])
+    return None if results is None else (results[0], results[2])
 
 
 def run_forward(
@@ -380,7 +382,9 @@ def _results(
             bound, x, *parts, k, v, cache.lengths, *rows, table, more_k, more_v, more_tables, groups, plan.q_len,
             rotation.cos, rotation.sin, rotation.positions, starts, adapted, plan.arguments,
         )  # fmt: skip
-        results: tuple[Tensor, Tensor, Tensor] = run_counted(_run, (*arguments[:-2], *adapted, *plan.arguments), _WRITES)
+        results: tuple[Tensor, Tensor, Tensor] = run_counted(
+            _run, (*arguments[:-2], *adapted, *plan.arguments), _WRITES
+        )
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return results

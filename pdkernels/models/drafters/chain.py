@@ -113,7 +113,7 @@ def draft_chain(
         *(rotation.cos, rotation.sin, head.vocabulary, guesses, *plan.arguments),
     )
     try:
-        found: Tensor = run_counted(_run, arguments, _WRITES)
+        tokens: Tensor = run_counted(_run, arguments, _WRITES)
     except RuntimeError:  # the parts say what does not fit
         return None
-    return found
+    return tokens

@@ -160,8 +160,8 @@ class DFlashHead(DrafterHead):
         rows = new_rows(body, self.tables, embedded, count, cache, mask=_whole(count, embedded.device))
         if any(body.windows):
             rows = rows._replace(seen=self._seen(rows.visibility, count, cache))
-        found = run_layers(self, embedded, rows, 0, body.layers)
-        return self.run(embedded, rows.attend_) if found is None else found[0]
+        whole = run_layers(self, embedded, rows, 0, body.layers)
+        return self.run(embedded, rows.attend_) if whole is None else whole[0]
 
     def _seen(self, visibility: Visibility, count: int, cache: Cache) -> tuple[Seen, ...]:
         """What rows see in each layer: all rows of a block begin with the same row of the context."""

@@ -185,8 +185,8 @@ class EagleHead(DrafterHead):
         """
         with torch.no_grad():
             rows = new_rows(self.config.body, self.tables, embedded, embedded.shape[1], cache, counts, positions, mask)
-            found = run_layers(self, hidden, rows, 0, len(self.layers), beside=embedded)
-            return self.run(embedded, hidden, rows) if found is None else found[0]
+            whole = run_layers(self, hidden, rows, 0, len(self.layers), beside=embedded)
+            return self.run(embedded, hidden, rows) if whole is None else whole[0]
 
     def parts(self) -> Parts:
         config, first = self.config, cast(EagleLayer, self.layers[0])

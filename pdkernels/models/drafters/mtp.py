@@ -130,8 +130,8 @@ class MtpHead(DrafterHead):
     def _whole(self, embedded: Tensor, hidden: Tensor, cache: Cache, counts: Tensor | None) -> Tensor | None:
         """A forward as one op; None: it must run part by part."""
         rows = new_rows(self.config.body, self.tables, hidden, hidden.shape[1], cache, counts)
-        found = run_layers(self, hidden, rows, 0, 1, beside=embedded)
-        return None if found is None else found[0]
+        whole = run_layers(self, hidden, rows, 0, 1, beside=embedded)
+        return None if whole is None else whole[0]
 
     def parts(self) -> Parts:
         pairs = PairedArguments(x_first=self.config.hidden_first, normed_out=True)
