@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ class Worker:
 
     def __call__(self, *told: Any) -> Any:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(told) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # a process that has ended has no answer either
+            self.process.stdin.write(json.dumps(told) + "\n")
+            self.process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> Any:
@@ -50,7 +52,8 @@ class Worker:
 
     def end(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
