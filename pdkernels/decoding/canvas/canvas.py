@@ -133,6 +133,7 @@ class Canvas(CanvasRecord):
     def restart(self, session: Session) -> None:
         """Puts the prompts of another session, no longer ones, in the place of these: on the device, not in the
         record."""
+        self.starts = [len(prompt) for prompt in session.prompts]
         packed, lengths = session.packed_prompts(self._packed.shape[1], self.tokens.device)
         self._packed.copy_(packed)
         self.prompt_lengths.copy_(lengths)
@@ -400,10 +401,18 @@ class Canvas(CanvasRecord):
         self._committed.append(done.committed)
         return done
 
-    def fill(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor | None, **rule: Any) -> Unmasked:
-        """`commit` without the record."""
+    def fill(
+        self,
+        step: Step,
+        ids: torch.Tensor,
+        confidence: torch.Tensor | None,
+        ranking: torch.Tensor | None = None,
+        **rule: Any,
+    ) -> Unmasked:
+        """`commit` without the record. `ranking`: the order in which a grammar takes positions; None: by `confidence`."""
         before = None if self._guessed is None else [canvas.tolist() for canvas in self._canvases()]
-        ranking = self.turns(step) if confidence is None and before is not None else confidence
+        if ranking is None:
+            ranking = self.turns(step) if confidence is None and before is not None else confidence
         if confidence is None:
             number = step.number
             rule |= {"seed": self.seeds, "step": number if isinstance(number, int) else number[:, 0]}
@@ -488,12 +497,16 @@ class Canvas(CanvasRecord):
 
     def overwrite(self, step: Step, confidence: torch.Tensor, texts: torch.Tensor, changed: torch.Tensor) -> None:
         """Puts `texts` ``(batch, R)`` at the positions of `step`, as a commit of `changed` ``(batch,)`` positions each."""
-        at, old = step.positions.clamp(min=0), self.tokens
         if self._session.trace is not None:
-            self._records.append(Record(old.clone(), self._part, step.windows, step.positions, confidence))
-        self.tokens.scatter_(1, at, torch.where(step.positions >= 0, texts, old.gather(1, at)))
+            self._records.append(Record(self.tokens.clone(), self._part, step.windows, step.positions, confidence))
+        self.put(step, texts)
         self._parts.append(self._part)
         self._committed.append(changed)
+
+    def put(self, step: Step, texts: torch.Tensor) -> None:
+        """`overwrite` without the record."""
+        at = step.positions.clamp(min=0)
+        self.tokens.scatter_(1, at, torch.where(step.positions >= 0, texts, self.tokens.gather(1, at)))
 
     def poll(self) -> list[int]:
         """Reads the texts and `fact`, which it returns; updates which sequences are done, and emits their tokens."""

@@ -47,7 +47,7 @@ class WholeCanvas:
         """As `Steps.state`, after `restart`."""
         return self._visible.view(self._copies, -1).unbind()
 
-    def restart(self) -> None:
+    def restart(self, session: Session) -> None:
         """After `Canvas.restart`; texts may be of different lengths from now on."""
         self._visible.copy_(self._canvas.totals.repeat(self._copies))
         self._counts = self._visible
@@ -110,3 +110,84 @@ class KeptCanvas(WholeCanvas):
             self._compared = torch.cat([hidden, free])
             return self._compared
         return torch.cat([hidden, self._compared])
+
+
+class KeptRows:
+    """Forwards over canvases that join and leave, each with a `KeptCanvas` cache of its own: it is refreshed after so many
+    forwards of the sequence, so that no forward serves several of them.
+
+    Attributes:
+        first_row: as `WholeCanvas` has it.
+        taking: sequences that take the next forward.
+        ran: the forwards that each of them took in it.
+        batch, block_table: of the whole, as a cache has them.
+    """
+
+    block_table = None
+    state: tuple[torch.Tensor, ...] = ()
+
+    def __init__(
+        self, session: Session, canvas: Canvas, page_size: int | None = None, guidance_interval: int = 1, **options: Any
+    ) -> None:
+        check_alone(session)
+        self._canvas, self._interval = canvas, guidance_interval
+        self._model = getattr(session.model, "model_itself", session.model)
+        self._copies = 2 if canvas.sampling.guidance else 1
+        self._together = self._copies if guidance_interval == 1 else 1
+        self._sizes = self._together, session.longest, session.max_new_tokens
+        self._options = {"page_size": page_size, **options}
+        # A sequence takes its cache with its first forward: prompts have none of their own.
+        self._caches: list[list[FeatureCache]] = [[] for _ in range(session.batch)]
+        self._compared: list[torch.Tensor] = [torch.empty(0)] * session.batch
+        self._ahead, self.batch = rows_ahead(self._model), session.batch
+        self.taking, self.ran = [True] * session.batch, [1] * session.batch
+        self.cache = self
+
+    @property
+    def first_row(self) -> torch.Tensor:
+        return self._canvas.prompt_lengths - self._ahead
+
+    def restart(self, session: Session) -> None:
+        """After `Canvas.restart`."""
+        for row in range(self.batch):
+            self.copy_row_(row, self, row, 0)
+
+    def copy_row_(self, row: int, other: KeptRows, other_row: int, length: int) -> None:
+        """Another sequence takes a row, before its first forward, which computes everything."""
+        for cache in self._caches[row]:
+            cache.step = 0
+
+    def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
+        """As `KeptCanvas`, of the sequences of `taking`; rows of the others are 0."""
+        rows = [self._of(row, ends) if takes else [] for row, takes in enumerate(self.taking)]
+        idle = torch.zeros_like(next(own for own in rows if own)[0])
+        streams = max(map(len, rows))
+        # What a step compares is the last of its streams: those with and without the prompt.
+        padded = [own[:1] * (streams - len(own)) + own if own else [idle] * streams for own in rows]
+        return torch.cat([hidden for stream in zip(*padded, strict=True) for hidden in stream])
+
+    def _of(self, row: int, ends: torch.Tensor | None) -> list[torch.Tensor]:
+        """The streams of one sequence, ``(1, new positions, hidden_size)`` each."""
+        caches = self._caches[row]
+        if not caches:
+            caches += [
+                FeatureCache(self._model, *self._sizes, **self._options) for _ in range(self._copies // self._together)
+            ]
+        cache, *free = caches
+        canvas, before = self._canvas, cache.step
+        tokens, lengths = canvas.tokens[row : row + 1], canvas.prompt_lengths[row : row + 1]
+        texts = [tokens]
+        if self._copies > 1:
+            texts.append(tokens.masked_fill(canvas.given[row : row + 1], canvas.mask_token))
+        together = torch.cat(texts[: self._together])
+        visible = None if ends is None else ends[row : row + 1].repeat(self._together)
+        self.ran[row] = 1
+        hidden = cache.forward(together, lengths.repeat(self._together), visible)
+        if not free:
+            return list(hidden.split(1))
+        if before % self._interval == 0 or before < _ALWAYS_GUIDED:
+            self.ran[row] = 2
+            other = free[0].forward(texts[1], lengths, visible)
+            self._compared[row] = torch.cat([hidden, other])
+            return [hidden, other]
+        return [hidden, *self._compared[row].split(1)]

@@ -35,6 +35,10 @@ class CanvasRecord:
         self._doubted: list[set[int]] = [set() for _ in self.starts]  # positions that were opened again
         self._asked: list[list[int]] = [[] for _ in self.starts]  # positions whose tokens the last step judged
 
+    def take(self, sequences: Sequence[bool], numbers: list[int]) -> None:
+        """Says who takes part in a forward, and its number for each, where a host leads steps (`CanvasSteps`)."""
+        self._part, self._numbers = list(sequences), numbers
+
     @property
     def unfinished(self) -> bool:
         """Whether any sequence continues, as of the last read."""

@@ -144,6 +144,7 @@ METHODS = (
         title="Fast-dLLM v2",
         requires=frozenset({"block_causal"}),
         protocol=BlockCausalModel,
+        steps=fast_dllm_v2.FastV2Steps,
         models=_TRI_MODE,
         in_default_evaluation=False,
     ),

@@ -125,8 +125,16 @@ class Rewriting:
         self._before: list[list[int]] = []
         canvas.final_ends = [0] * session.batch
 
-    def write(self, hidden: torch.Tensor, blocks: Sequence[Bounds]) -> None:
-        """Rewrites blocks by a forward over them, whose first rows are those of `hidden`."""
+    def begin(self, number: int) -> None:
+        """Another sequence takes the place of one."""
+        assert self._canvas.final_ends is not None
+        self._edits[number], self._canvas.final_ends[number] = None, 0
+
+    def write(
+        self, hidden: torch.Tensor, blocks: Sequence[Bounds]
+    ) -> tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rewrites blocks by a forward over them, whose first rows are those of `hidden`: the arguments of
+        `Canvas.overwrite`."""
         canvas = self._canvas
         self._before = canvas.answers[:]
         pairs = zip(canvas.active, blocks, canvas.starts, strict=True)
@@ -150,7 +158,7 @@ class Rewriting:
         texts = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in rewritten]
         device = canvas.tokens.device
         changed = to_device_async([[count] for _, count in rewritten], device)[:, 0]
-        canvas.overwrite(step, guesses.probs, to_device_async(texts, device), changed)
+        return step, guesses.probs, to_device_async(texts, device), changed
 
     def _rewritten(
         self, sequence: int, places: range, ids: list[int], probs: list[float], hidden: torch.Tensor
@@ -173,8 +181,8 @@ class Rewriting:
         after = edits.rewritten(tokens, ids, probs, redraw)
         return after, sum(new != old for new, old in zip(after, tokens, strict=True))
 
-    def settle(self, blocks: Sequence[Bounds]) -> None:
-        """After a poll: a block is final once a forward has run it as it is, and its edits are over."""
+    def settle(self, blocks: Sequence[Bounds]) -> bool:
+        """After a read: a block is final once a forward has run it as it is, and its edits are over. Whether there is one."""
         canvas, final = self._canvas, False
         assert canvas.final_ends is not None
         for number, block in enumerate(blocks):
@@ -183,5 +191,4 @@ class Rewriting:
             block.complete = canvas.active[number] and unchanged and (edits is None or edits.finished)
             if block.complete:
                 canvas.final_ends[number], self._edits[number], final = block.end - canvas.starts[number], None, True
-        if final:
-            canvas.poll()
+        return final

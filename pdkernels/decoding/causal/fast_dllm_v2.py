@@ -15,22 +15,22 @@ phase.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, share
+from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.decoding.canvas.states import checked_states
+from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.causal._block_states import BlockStates
+from pdkernels.decoding.causal._blocks import Blocks, Edits, rule
 from pdkernels.decoding.causal._rewriting import EditRules, Rewriting
+from pdkernels.decoding.steps import Rows, Steps, with_defaults
 from pdkernels.generation.noise import checked_flag, checked_mask_token, checked_number, checked_size
-from pdkernels.generation.session import Session
-from pdkernels.masks import block_causal
-from pdkernels.models.capabilities import rows_ahead
+from pdkernels.generation.session import Session, to_device_async
 from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.fast_dllm_v2"
@@ -80,12 +80,86 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
+    parts = begin(
+        session,
+        block_size=block_size,
+        small_block_size=small_block_size,
+        threshold=threshold,
+        steps=steps,
+        block_cache=block_cache,
+        edit_threshold=edit_threshold,
+        max_edits=max_edits,
+        delete_token=delete_token,
+        split_token=split_token,
+        speculate=speculate,
+        mask_token=mask_token,
+        page_size=page_size,
+    )
+    canvas = parts.canvas
+    if not canvas.unfinished:
+        return canvas.finish()
+    blocks, edits = parts.blocks(session), parts.edits(session)
+    if any(blocks.begun):
+        canvas.begin(blocks.begun)
+        step, hidden = blocks.prompts()
+        guesses = canvas.guess(hidden, step)
+        canvas.commit(step, guesses.ids, guesses.probs)
+        canvas.poll()
+    if (states := parts.states(session, blocks)) is not None:
+        return _fill_speculating(canvas, blocks, states, threshold)
+    while canvas.unfinished:
+        canvas.begin()
+        step = blocks.next(canvas.active)
+        hidden = blocks.forward(step)
+        if isinstance(edits, Rewriting):
+            canvas.overwrite(*edits.write(hidden, blocks.all))
+        else:
+            blocks.commit(step, hidden, threshold)
+        if isinstance(edits, Edits):
+            edits.write(hidden, blocks.all, step.columns[0])
+        canvas.poll()
+        if edits is not None and edits.settle(blocks.all):
+            canvas.poll()
+        blocks.move_on()
+    return canvas.finish()
+
+
+class Parts(NamedTuple):
+    """What `decode` is made of, with checked options."""
+
+    canvas: Canvas
+    options: dict[str, Any]
+    rules: EditRules | None
+
+    def blocks(self, session: Session) -> Blocks:
+        names = "block_size", "small_block_size", "steps", "block_cache", "page_size"
+        return Blocks(session, self.canvas, *(self.options[name] for name in names))
+
+    def states(self, session: Session, blocks: Blocks) -> BlockStates | None:
+        """Of `speculate`; None without it."""
+        states, page_size = self.options["speculate"], self.options["page_size"]
+        return BlockStates(session, blocks.cache, blocks.width, 1 + states, page_size) if states else None
+
+    def edits(self, session: Session) -> Edits | Rewriting | None:
+        """Of `edit_threshold`; None without it."""
+        above, most = self.options["edit_threshold"], self.options["max_edits"]
+        if self.rules is not None:
+            return Rewriting(session, self.canvas, self.rules)
+        return None if above is None else Edits(self.canvas, above, most)
+
+
+def begin(session: Session, **options: Any) -> Parts:
+    """The parts of `decode`, whose options are checked."""
+    block_size, small_block_size, threshold = (
+        options[name] for name in ("block_size", "small_block_size", "threshold")
+    )
+    steps, edit_threshold, speculate = options["steps"], options["edit_threshold"], options["speculate"]
     config = session.model.config
     kind = getattr(config, "attention", None), getattr(config, "predicts", None)
     actual = type(session.model).__name__ if None in kind else f"attention {kind[0]!r} and predicts {kind[1]!r}"
     check_type(kind in (("causal", "next"), ("causal", "own")), _OP, "model", "be a causal one", actual)
     check_keeps_rows(_OP, session, "See docs/own_models.md.")
-    mask_token = checked_mask_token(_OP, session.model, mask_token)
+    mask_token = checked_mask_token(_OP, session.model, options["mask_token"])
     checked_size(_OP, "block_size", block_size)
     checked_size(_OP, "small_block_size", small_block_size)
     check(
@@ -98,46 +172,22 @@ def decode(
     checked_number(_OP, "threshold", threshold)
     if steps is not None:
         checked_size(_OP, "steps", steps)
-    checked_flag(_OP, "block_cache", block_cache)
-    checked_size(_OP, "max_edits", max_edits)
+    block_cache = checked_flag(_OP, "block_cache", options["block_cache"])
+    max_edits = checked_size(_OP, "max_edits", options["max_edits"])
     if edit_threshold is not None:
         _check_edits(session, edit_threshold, kind[1] == "own", small_block_size == block_size)
-    edit_tokens = mask_token, delete_token, split_token
+    edit_tokens = mask_token, options["delete_token"], options["split_token"]
     rules = _checked_rules(session, threshold, edit_threshold, max_edits, *edit_tokens, block_size)
     if checked_states(_OP, speculate) > 0:
         whole = small_block_size == block_size or not block_cache
         check(whole, _OP, "speculate", "be 0 with small blocks and block_cache", speculate, "Pass block_cache=False.")
         check(edit_threshold is None, _OP, "speculate", "be 0 with edit_threshold", speculate)
     canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing, "sampling"))
-    if not canvas.unfinished:
-        return canvas.finish()
-    blocks = Blocks(session, canvas, block_size, small_block_size, steps, block_cache, page_size)
-    if speculate:
-        states = BlockStates(session, blocks.cache, blocks.width, 1 + speculate, page_size)
-        return _fill_speculating(canvas, blocks, states, threshold)
-    if rules is not None:
-        return _fill_rewriting(canvas, blocks, Rewriting(session, canvas, rules))
-    edits = None if edit_threshold is None else Edits(canvas, edit_threshold, max_edits)
-    if blocks.prompts():
-        canvas.poll()
-    while canvas.unfinished:
-        canvas.begin()
-        step = blocks.next(canvas.active)
-        hidden = blocks.forward(step)
-        blocks.commit(step, hidden, threshold)
-        if edits is not None:
-            edits.write(hidden, blocks.all, step.columns[0])
-        canvas.poll()
-        if edits is not None:
-            edits.settle(blocks.all)
-        blocks.move_on()
-    return canvas.finish()
+    return Parts(canvas, options, rules)
 
 
 def _fill_speculating(canvas: Canvas, blocks: Blocks, states: BlockStates, threshold: float) -> int:
     """The loop with `states` of each block. A sequence whose state is known steps on, while the others wait."""
-    if blocks.prompts():
-        canvas.poll()
     while canvas.unfinished:
         texts = blocks.texts()
         stepping, runs = states.stepping(texts, canvas.active)
@@ -145,39 +195,129 @@ def _fill_speculating(canvas: Canvas, blocks: Blocks, states: BlockStates, thres
         if not runs:
             canvas.reuse()
         step = blocks.next(stepping)
-        if runs:
-            coming = [blocks.coming(number, threshold) for number in range(len(texts))]
-            starts = [block.start for block in blocks.all]
-            forward = partial(blocks.run, step)
-            states.compute(forward, texts, stepping, coming, starts, canvas.tokens.device)
-        guesses = blocks.commit(step, states.hidden(texts, stepping), threshold)
+        hidden = _states_of(blocks, states, step, stepping, runs, threshold)
+        guesses = blocks.commit(step, hidden, threshold)
         canvas.poll()
-        for number, (block, text) in enumerate(zip(blocks.all, texts, strict=True)):
-            if stepping[number] and block.complete:
-                states.keep(number, text, block.end)
-                states.begin([number])
-        slots = [
-            [at - block.start if at >= 0 else at for at in row]
-            for row, block in zip(step.positions.tolist(), blocks.all, strict=True)
-        ]
-        going_on = [takes and not block.complete for takes, block in zip(stepping, blocks.all, strict=True)]
-        states.expect(blocks.texts(), slots, guesses.ids, guesses.probs, going_on, canvas.mask_token)
+        _expect(canvas, blocks, states, step, guesses, texts, stepping)
         blocks.move_on()
     return canvas.finish()
 
 
-def _fill_rewriting(canvas: Canvas, blocks: Blocks, rewriting: Rewriting) -> int:
-    """The loop in which tokens are deleted and inserted, too."""
-    if blocks.prompts():
-        canvas.poll()
-    while canvas.unfinished:
-        canvas.begin()
-        hidden = blocks.forward(blocks.next(canvas.active))
-        rewriting.write(hidden, blocks.all)
-        canvas.poll()
-        rewriting.settle(blocks.all)
+def _states_of(
+    blocks: Blocks, states: BlockStates, step: Step, stepping: list[bool], runs: bool, threshold: float
+) -> torch.Tensor:
+    """Hidden states of the blocks, after a forward if the step `runs` one."""
+    texts = blocks.texts()
+    if runs:
+        coming = [blocks.coming(number, threshold) for number in range(len(texts))]
+        starts = [block.start for block in blocks.all]
+        states.compute(partial(blocks.run, step), texts, stepping, coming, starts, step.positions.device)
+    return states.hidden(texts, stepping)
+
+
+def _expect(
+    canvas: Canvas,
+    blocks: Blocks,
+    states: BlockStates,
+    step: Step,
+    guesses: TokenStatistics,
+    texts: list[tuple[int, ...]],
+    stepping: list[bool],
+) -> None:
+    """After a step from `texts`: rows of complete blocks are kept, and the others' guesses are those of the next steps."""
+    for number, (block, text) in enumerate(zip(blocks.all, texts, strict=True)):
+        if stepping[number] and block.complete:
+            states.keep(number, text, block.end)
+            states.begin([number])
+    slots = [
+        [at - block.start if at >= 0 else at for at in row]
+        for row, block in zip(step.positions.tolist(), blocks.all, strict=True)
+    ]
+    going_on = [takes and not block.complete for takes, block in zip(stepping, blocks.all, strict=True)]
+    states.expect(blocks.texts(), slots, guesses.ids, guesses.probs, going_on, canvas.mask_token)
+
+
+class FastV2Steps(CanvasSteps):
+    """`decode` in steps whose blocks the host leads: each sequence is in its own phase."""
+
+    needs_host, led = "blocks, whose next rows the host chooses", True
+
+    def __init__(self, session: Session, **options: Any) -> None:
+        chosen = with_defaults(decode, options)
+        parts, self.threshold = begin(session, **chosen), chosen["threshold"]
+        canvas, self.blocks = parts.canvas, parts.blocks(session)
+        self.edits, self.states = parts.edits(session), parts.states(session, self.blocks)
+        self.rewrites = parts.rules is not None
+        widest = chosen["block_size"] if self.rewrites else chosen["small_block_size"]
+        self._build(session, canvas, self.blocks, min(widest, canvas.tokens.shape[1]))
+
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        assert isinstance(other, FastV2Steps)
+        super().admit(row, other, other.blocks.all[other_row].start, capacity, other_row)
+        self.blocks.admit(row, other.blocks, other_row)
+        if self.edits is not None:
+            self.edits.begin(row)
+        if self.states is not None and other.states is not None:
+            self.states.admit(row, other.states, other_row)
+
+    def start(self, session: Session) -> None:
+        super().start(session)
+        begun = self.blocks.begun
+        for number in range(session.batch):
+            if self.edits is not None:
+                self.edits.begin(number)
+        if self.states is not None:
+            self.states.begin()
+        if self.edits is not None:
+            self.entry.final.zero_()
+        self._read()
+        self._take(begun, 1)
+        if any(begun):
+            step, hidden = self.blocks.prompts()
+            self._fill(step, {}, hidden, None)
+        self.entry.taking.copy_(self.entry.pending)
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        canvas, blocks, states, edits = self.canvas, self.blocks, self.states, self.edits
+        stepping, runs, texts = self._read(), True, blocks.texts()
+        if states is not None:
+            stepping, runs = states.stepping(texts, stepping)
+        self._take(stepping, int(runs))
+        step = blocks.next(stepping)
+        if states is not None:
+            hidden = _states_of(blocks, states, step, stepping, runs, self.threshold)
+        else:
+            hidden = blocks.forward(step)
+        if isinstance(edits, Rewriting):
+            step, confidence, rewritten, changed = edits.write(hidden, blocks.all)
+            canvas.put(step, rewritten)
+            self._note(step, confidence, changed)
+        elif edits is not None:
+            guesses = canvas.guess(hidden, step, step.columns[0])
+            done = canvas.fill(step, guesses.ids, guesses.probs, **rule(step, self.threshold))
+            edits.write(hidden, blocks.all, step.columns[0])
+            self._note(step, guesses.probs, done.committed)
+        else:
+            guesses = self._fill(step, rule(step, self.threshold), hidden, step.columns[0])
+        if edits is not None or states is not None:
+            canvas.answers = self.entry.answer.tolist()
+        if edits is not None and edits.settle(blocks.all):
+            assert canvas.final_ends is not None
+            self.entry.final.copy_(to_device_async([canvas.final_ends], canvas.tokens.device)[0])
+            self._settle(canvas.no_choice > 0)
+        if states is not None:
+            _expect(canvas, blocks, states, step, guesses, texts, stepping)
         blocks.move_on()
-    return canvas.finish()
+
+    def opened(self, session: Session, rows: Rows) -> int:
+        super().opened(session, rows)
+        begun = [row.ran > 0 for row in rows]
+        if any(begun):
+            session.canvas.begin(begun)
+        for sequence, row in enumerate(rows):
+            if begun[sequence]:
+                self._recorded(session, sequence, [self.canvas.mask_token] * self.limit, row)
+        return sum(begun)
 
 
 def _checked_rules(
@@ -219,167 +359,3 @@ def _check_edits(session: Session, threshold: float, predicts_own: bool, whole_b
         (session.likely is None, "be None with logprobs, which are those of the forward that fills a position"),
     ):
         check(fits, _OP, "edit_threshold", expectation, threshold)
-
-
-class Edits:
-    """Tokens of blocks that are replaced, and which blocks are final."""
-
-    def __init__(self, canvas: Canvas, above: float, most: int) -> None:
-        self._canvas, self._above, self._most = canvas, above, most
-        self._before: list[list[int]] = []
-        canvas.final_ends = [0] * len(canvas.starts)
-
-    def write(self, hidden: torch.Tensor, blocks: list[Block], first: torch.Tensor) -> None:
-        """After the masks of a forward are filled: replaces tokens that were there before it."""
-        canvas, places = self._canvas, []
-        self._before = canvas.answers[:]
-        for block, answer, prompt, on in zip(blocks, canvas.answers, canvas.starts, canvas.active, strict=True):
-            may = on and not (block.complete and block.edits >= self._most)
-            inside = range(max(block.start - prompt, 0), block.end - prompt) if may else range(0)
-            places.append([n for n in inside if answer[n] != canvas.mask_token])
-        canvas.edit(hidden, places, self._above, first)
-
-    def settle(self, blocks: list[Block]) -> None:
-        """After a poll: a block without masks in which the forward has changed nothing is final."""
-        canvas, final = self._canvas, False
-        assert canvas.final_ends is not None
-        for number, block in enumerate(blocks):
-            if canvas.active[number] and block.complete:
-                block.edits += 1
-                block.complete = canvas.answers[number] == self._before[number]
-                if block.complete:
-                    canvas.final_ends[number], block.edits, final = block.end - canvas.starts[number], 0, True
-        if final:
-            canvas.poll()
-
-
-class Block:
-    """The block of a sequence, and what the next forward covers. Positions are relative to the text's first token.
-
-    Attributes:
-        start, end: of the block.
-        complete: it has no masked position: the forward writes its final K and V, and may give one more token.
-        whole: the forward runs the whole block, not only the small one.
-        rows: the first row of the forward, and the one after the last.
-        window: positions that the forward fills: in the small block, or the first one after the block.
-        step: number of the forward among those of its small block.
-    """
-
-    def __init__(self, start: int, shift: int) -> None:
-        self.start, self._shift = start, shift  # a row predicts the position this many after it
-        self.end, self.rows, self.window = start, (start, start), (start, start)
-        self.complete, self.whole = False, True
-        self.kept = False  # K and V of the block are in the cache
-        self.step, self._first = -1, -1
-        self.edits = 0  # forwards over the block without masks, if such edit it
-
-    def look(self, answer: list[int], mask: int, prompt: int, sizes: tuple[int, int], keep: bool) -> None:
-        """Determines the next forward from the text, where `answer` comes after `prompt` tokens."""
-        size, small = sizes
-        self.end = min(self.start + size, prompt + len(answer))
-        # The prompt's tokens are part of it.
-        opens = (n for n in range(max(self.start, prompt), self.end) if answer[n - prompt] == mask)
-        position = next(opens, None)
-        self.complete = position is None
-        if position is None:
-            self.whole, self.rows, self.window = True, (self.start, self.end), (self.end, self.end + self._shift)
-            return
-        first = self.start + (position - self.start) // small * small
-        last = min(first + small, self.end)
-        self.step = self.step + 1 if first == self._first else 0
-        self._first = first
-        self.whole = not self.kept or not keep or position < first + self._shift
-        self.rows = (self.start, self.end) if self.whole else (first, last)
-        self.window = first, last
-
-
-class Blocks:
-    """The blocks of all sequences, and forwards over them."""
-
-    def __init__(
-        self,
-        session: Session,
-        canvas: Canvas,
-        block_size: int,
-        small_block_size: int,
-        steps: int | None,
-        keep: bool,
-        page_size: int | None,
-    ) -> None:
-        self._session, self._canvas = session, canvas
-        self._sizes, self._keep = (block_size, small_block_size), keep
-        self._steps = small_block_size if steps is None else min(steps, small_block_size)
-        self._shift = rows_ahead(session.model)
-        self.cache = session.new_cache(page_size)
-        self.width = min(block_size, canvas.tokens.shape[1])
-        self._row = torch.arange(self.width, device=canvas.tokens.device)
-        self._blocks = self.all = [Block(start // block_size * block_size, self._shift) for start in canvas.starts]
-
-    def prompts(self) -> bool:
-        """Runs the whole blocks of the prompts, if any; a prompt of whole blocks only may also give its next token."""
-        session, canvas, starts = self._session, self._canvas, [block.start for block in self._blocks]
-        width = max(starts)
-        if width == 0:
-            return False
-        canvas.begin([start > 0 for start in starts])
-        tokens = canvas.tokens[:, :width]
-        mask = block_causal(width, self._sizes[0]).plan(64, 64, tokens.device)
-        next_tokens = [self._shift * (start == n) for start, n in zip(starts, canvas.starts, strict=True)]
-        step = canvas.open([(0, count) for count in next_tokens], [starts])
-        hidden = session.model.hidden(tokens, cache=self.cache, counts=step.columns[0], mask=mask)
-        guesses = canvas.guess(hidden, step)
-        canvas.commit(step, guesses.ids, guesses.probs)
-        return True
-
-    def next(self, stepping: Sequence[bool]) -> Step:
-        """What the next forward may fill in the sequences that take it, from row ``step.columns[0]`` on."""
-        canvas, blocks = self._canvas, self._blocks
-        for block, answer, prompt, takes in zip(blocks, canvas.answers, canvas.starts, stepping, strict=True):
-            if takes:
-                block.look(answer, canvas.mask_token, prompt, self._sizes, self._keep)
-        windows = [(block.window[0] - n, block.window[1] - n) for block, n in zip(blocks, canvas.starts, strict=True)]
-        first, last = ([block.rows[side] for block in blocks] for side in range(2))
-        counts = [takes * (there - here) for takes, here, there in zip(stepping, first, last, strict=True)]
-        small, ends = self._sizes[1], [block.end for block in blocks]
-        minimum = [1 if block.complete else share(small, self._steps, block.step) for block in blocks]
-        return canvas.open(windows, [first, counts, ends, minimum])
-
-    def forward(self, step: Step) -> torch.Tensor:
-        """Hidden states of the rows of `step`."""
-        canvas, small = self._canvas, self._sizes[1]
-        wide = any(active and block.whole for active, block in zip(canvas.active, self._blocks, strict=True))
-        rows = step.columns[0][:, None] + self._row[: None if wide else small]
-        tokens = canvas.tokens.gather(1, rows.clamp(max=canvas.tokens.shape[1] - 1))
-        return self.run(step, tokens, self.cache)
-
-    def run(self, step: Step, tokens: torch.Tensor, cache: Any, copies: int = 1) -> torch.Tensor:
-        """A forward over `tokens`, with the rows of `step` for each of several copies."""
-        starts, counts, ends = (column.repeat(copies) for column in step.columns[:3])
-        hidden: torch.Tensor = self._session.model.recompute(tokens, cache, starts, counts=counts, visible=ends)
-        return hidden
-
-    def commit(self, step: Step, hidden: torch.Tensor, threshold: float) -> TokenStatistics:
-        """Fills what `step` fills, and returns the guesses."""
-        guesses, minimum = self._canvas.guess(hidden, step, step.columns[0]), step.columns[3]
-        rule: dict[str, Any] = {"threshold": threshold, "strict": True, "min_count": minimum, "quota": minimum}
-        self._canvas.commit(step, guesses.ids, guesses.probs, **rule)
-        return guesses
-
-    def texts(self) -> list[tuple[int, ...]]:
-        """The block of each sequence, as of the last poll."""
-        canvas, size = self._canvas, self._sizes[0]
-        prompts = zip(self._blocks, self._session.prompts, canvas.answers, strict=True)
-        return [tuple((prompt + answer)[block.start : block.start + size]) for block, prompt, answer in prompts]
-
-    def coming(self, number: int, threshold: float) -> list[int]:
-        """How many positions the next steps of a sequence may fill: with a threshold that can be reached, any number."""
-        small, step = self._sizes[1], max(self._blocks[number].step, 0)
-        shares = [share(small, self._steps, min(n, self._steps - 1)) for n in range(step, step + small)]
-        return shares if threshold >= 1 else shares[:1] + [1] * small
-
-    def move_on(self) -> None:
-        """After a forward: moves to the next block if this one was complete."""
-        for block in self._blocks:
-            block.kept = (block.kept or block.whole) and not block.complete
-            if block.complete:
-                block.start = block.end

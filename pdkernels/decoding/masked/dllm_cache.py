@@ -7,11 +7,13 @@ What a forward computes is described in `pdkernels.models.architectures.feature_
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 from pdkernels._validation import check
-from pdkernels.decoding.canvas.forward import KeptCanvas
-from pdkernels.decoding.masked.llada import Remasking, begin, fill
+from pdkernels.decoding.canvas.canvas import Canvas, Window
+from pdkernels.decoding.canvas.forward import KeptCanvas, KeptRows
+from pdkernels.decoding.masked.llada import LladaSteps, Remasking, begin, fill
+from pdkernels.decoding.steps import with_defaults
 from pdkernels.generation.noise import checked_name, checked_number, checked_size
 from pdkernels.generation.session import Session
 from pdkernels.models.architectures.feature_cache import Baseline
@@ -59,17 +61,14 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    for name, size in (
-        ("prompt_interval", prompt_interval),
-        ("gen_interval", gen_interval),
-        ("guidance_interval", guidance_interval),
-    ):
-        checked_size(_OP, name, size)
-    checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
-    checked_name(_OP, "baseline", baseline, get_args(Baseline))
-    canvas, blocks = begin(
-        _OP,
+    canvas, blocks, kept = _begin(
         session,
+        prompt_interval=prompt_interval,
+        gen_interval=gen_interval,
+        transfer_ratio=transfer_ratio,
+        baseline=baseline,
+        guidance_interval=guidance_interval,
+        page_size=page_size,
         block_size=block_size,
         steps=steps,
         remasking=remasking,
@@ -78,17 +77,57 @@ def decode(
         late_end=late_end,
         mask_token=mask_token,
     )
-    check(guidance > 0 or guidance_interval == 1, _OP, "guidance_interval", "be 1 without guidance", guidance_interval)
     if not blocks:
         return canvas.finish()
-    forward = KeptCanvas(
-        session,
-        canvas,
-        page_size,
-        guidance_interval,
-        prompt_interval=prompt_interval,
-        gen_interval=gen_interval,
-        transfer_ratio=transfer_ratio,
-        baseline=baseline,
-    )
-    return fill(canvas, forward, blocks, steps, remasking == "random")
+    return fill(canvas, KeptCanvas(session, canvas, **kept), blocks, steps, remasking == "random")
+
+
+def _begin(
+    session: Session,
+    *,
+    prompt_interval: int,
+    gen_interval: int,
+    transfer_ratio: float,
+    baseline: Baseline,
+    guidance_interval: int,
+    page_size: int | None,
+    **options: Any,
+) -> tuple[Canvas, list[Window], dict[str, Any]]:
+    """The canvas of `decode`, whose options are checked, the blocks of its positions, and the options of `KeptCanvas`."""
+    for name, size in (
+        ("prompt_interval", prompt_interval),
+        ("gen_interval", gen_interval),
+        ("guidance_interval", guidance_interval),
+    ):
+        checked_size(_OP, name, size)
+    checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
+    checked_name(_OP, "baseline", baseline, get_args(Baseline))
+    canvas, blocks = begin(_OP, session, **options)
+    guided = options["guidance"] > 0
+    check(guided or guidance_interval == 1, _OP, "guidance_interval", "be 1 without guidance", guidance_interval)
+    kept = {
+        "prompt_interval": prompt_interval,
+        "gen_interval": gen_interval,
+        "transfer_ratio": transfer_ratio,
+        "baseline": baseline,
+        "guidance_interval": guidance_interval,
+        "page_size": page_size,
+    }
+    return canvas, blocks, kept
+
+
+class CachedSteps(LladaSteps):
+    """`decode` in steps, where each sequence has forwards of its own: their caches are refreshed at different times."""
+
+    needs_host = "feature caches, which are refreshed at different times"
+
+    def __init__(self, session: Session, **options: Any) -> None:
+        chosen = with_defaults(decode, options)
+        canvas, blocks, kept = _begin(session, **chosen)
+        self.kept = KeptRows(session, canvas, **kept)
+        self._build_blocks(session, canvas, self.kept, blocks, chosen["steps"], chosen["remasking"])
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        self.kept.taking = self._read()
+        super().step()
+        self._tell_forwards(self.kept.ran)

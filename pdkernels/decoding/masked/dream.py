@@ -7,7 +7,7 @@ which notes where that code differs; both take the same forwards, draw the same 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from pdkernels._validation import check, check_type
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, checked_masked_model
 from pdkernels.decoding.canvas.forward import WholeCanvas
+from pdkernels.decoding.canvas.steps import CanvasSteps
+from pdkernels.decoding.steps import with_defaults
 from pdkernels.generation.noise import checked_name, checked_number, checked_size
 from pdkernels.generation.sampler import Sampler
 from pdkernels.generation.session import Session
@@ -68,35 +70,20 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    mask_token = checked_masked_model(_OP, session, mask_token)
-    if steps is not None:
-        checked_size(_OP, "steps", steps)
-    checked_name(_OP, "algorithm", algorithm, get_args(Algorithm))
-    check_type(type(eps) in (int, float), _OP, "eps", "be a number", type(eps).__name__)
-    check(0 < eps < 1, _OP, "eps", "lie between 0 and 1", eps)
-    checked_number(_OP, "order_temperature", order_temperature)
-    check(
-        order_temperature == 0 or algorithm != "origin",
-        _OP,
-        "order_temperature",
-        "be 0 with algorithm 'origin'",
-        order_temperature,
-    )
-    checked_number(_OP, "threshold", threshold)
-    for name, hook in (("logits_hook", logits_hook), ("tokens_hook", tokens_hook)):
-        check_type(hook is None or callable(hook), _OP, name, "be a function", type(hook).__name__)
-    check(
-        tokens_hook is None or algorithm != "origin",
-        _OP,
-        "tokens_hook",
-        "be None with algorithm 'origin'",
-        "a function",
+    canvas = begin(
+        session,
+        steps=steps,
+        algorithm=algorithm,
+        eps=eps,
+        order_temperature=order_temperature,
+        threshold=threshold,
+        logits_hook=logits_hook,
+        tokens_hook=tokens_hook,
+        mask_token=mask_token,
     )
     masks = session.max_new_tokens
-    canvas = Canvas(session, mask_token, GuessOptions(Sampler.of(session.params, "joint"), "sampling"))
     if masks == 0:
         return canvas.finish()
-    canvas.logits_hook = logits_hook
     forward = WholeCanvas(session, canvas)
     if algorithm == "confidence_threshold" or tokens_hook is not None:
         rule = algorithm, order_temperature, steps, eps, threshold
@@ -127,6 +114,48 @@ def decode(
         if not canvas.unfinished:
             break
     return canvas.finish()
+
+
+def begin(
+    session: Session,
+    *,
+    steps: int | None,
+    algorithm: Algorithm,
+    eps: float,
+    order_temperature: float,
+    threshold: float,
+    logits_hook: LogitsHook | None,
+    tokens_hook: TokensHook | None,
+    mask_token: int | None,
+) -> Canvas:
+    """The canvas of `decode`, whose options are checked."""
+    mask_token = checked_masked_model(_OP, session, mask_token)
+    if steps is not None:
+        checked_size(_OP, "steps", steps)
+    checked_name(_OP, "algorithm", algorithm, get_args(Algorithm))
+    check_type(type(eps) in (int, float), _OP, "eps", "be a number", type(eps).__name__)
+    check(0 < eps < 1, _OP, "eps", "lie between 0 and 1", eps)
+    checked_number(_OP, "order_temperature", order_temperature)
+    check(
+        order_temperature == 0 or algorithm != "origin",
+        _OP,
+        "order_temperature",
+        "be 0 with algorithm 'origin'",
+        order_temperature,
+    )
+    checked_number(_OP, "threshold", threshold)
+    for name, hook in (("logits_hook", logits_hook), ("tokens_hook", tokens_hook)):
+        check_type(hook is None or callable(hook), _OP, name, "be a function", type(hook).__name__)
+    check(
+        tokens_hook is None or algorithm != "origin",
+        _OP,
+        "tokens_hook",
+        "be None with algorithm 'origin'",
+        "a function",
+    )
+    canvas = Canvas(session, mask_token, GuessOptions(Sampler.of(session.params, "joint"), "sampling"))
+    canvas.logits_hook = logits_hook
+    return canvas
 
 
 def _fill_all(
@@ -194,6 +223,62 @@ def _fill_polled(
         canvas.final_ends = None
         canvas.poll()
     return canvas.finish()
+
+
+class DreamSteps(CanvasSteps):
+    """`decode` with its times on the device."""
+
+    def __init__(self, session: Session, **options: Any) -> None:
+        chosen = with_defaults(decode, options)
+        hooks = [name for name in ("logits_hook", "tokens_hook") if chosen[name] is not None]
+        self.lacks = self.needs_host = f"a `{hooks[0]}`" if hooks else ""
+        canvas, limit = begin(session, **chosen), session.max_new_tokens
+        self.algorithm, self.order_temperature = chosen["algorithm"], chosen["order_temperature"]
+        self.threshold, self.eps, self.steps = chosen["threshold"], chosen["eps"], chosen["steps"] or limit
+        self._build(session, canvas, WholeCanvas(session, canvas), limit)
+        self.begins, self.left = torch.zeros_like(self.number), torch.zeros_like(self.number)
+        """Where the canvas begins, and how many masks the schedule has left."""
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.left
+
+    @property
+    def max_entries(self) -> int:
+        return 1 + self.steps
+
+    def start(self, session: Session) -> None:
+        super().start(session)
+        self.left.fill_(self.limit)
+
+    def _stays(self, number: torch.Tensor) -> torch.Tensor:
+        """`_stays` of the next step after `number` of them, by sequence."""
+        now, then = (1 + (self.eps - 1) * step.double() / self.steps for step in (number, number + 1))
+        return torch.where(number < self.steps - 1, then / now, 0.0)
+
+    def _plan(self, first_only: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        last, rule = self.number >= self.steps - 1, dict[str, Any]()
+        if self.algorithm == "confidence_threshold":
+            # The last step needs more confident positions than there are, so its quota counts.
+            quota, min_count = torch.where(last, self.limit, 1), torch.where(last, self.limit + 1, 1)
+            rule = {"quota": quota, "min_count": min_count, "threshold": self.threshold}
+        elif self.algorithm == "origin":
+            rule = {"min_count": 0, "threshold": 0.5}
+        else:
+            quota = (self.left * (1 - self._stays(self.number))).long() * self.entry.taking
+            self.left -= quota
+            rule = {"quota": quota}
+        return self.begins, self.begins + self.limit, rule
+
+    def _confidence(self, step: Step, guesses: TokenStatistics) -> tuple[torch.Tensor | None, torch.Tensor]:
+        if self.algorithm == "confidence_threshold":
+            return guesses.probs, guesses.probs
+        if self.algorithm == "origin":  # 1 where the random number reaches what the sequence's time says
+            turns = self.canvas.turns(step)
+            reaches = turns >= self._stays((self.number - 1).clamp(min=0))[:, None]
+            return reaches.to(guesses.probs.dtype), turns
+        scores = _scores(self.canvas, step, guesses, self.algorithm, self.order_temperature)
+        return scores, scores
 
 
 def _stays(number: int, steps: int, eps: float) -> float:

@@ -187,7 +187,7 @@ class FastSteps(CanvasSteps):
         self.next_token = rows_ahead(session.model) if self.cached else 0
         self.runs = None if chosen["steps"] is None else max(1, chosen["steps"] // blocks - self.next_token)
         self.rows = Rows(session, canvas, page_size)
-        self._build(session, canvas, self.rows, self.block_size)
+        self._build(session, canvas, self.rows, min(self.block_size, canvas.limit))
         self.width = len(self.slot) if chosen["cache"] == "dual" else self.limit
         # The block's first position, counted from the end of the prompt, and forwards over the block so far.
         self.begins, self.taken = torch.zeros_like(self.number), torch.zeros_like(self.number)

@@ -15,7 +15,7 @@ from pdkernels._validation import check
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Window, blocks_of, checked_masked_model, share
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.states import checked_states
-from pdkernels.decoding.canvas.steps import CanvasSteps
+from pdkernels.decoding.canvas.steps import CanvasSteps, Forward
 from pdkernels.decoding.masked._speculation import Schedule, States, coming, fill_speculating
 from pdkernels.decoding.steps import Steps, with_defaults
 from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
@@ -96,6 +96,8 @@ def decode(
 class LladaSteps(CanvasSteps):
     """`decode` with a schedule on the device."""
 
+    states: States | None = None
+
     def __init__(self, session: Session, **options: Any) -> None:
         chosen = with_defaults(decode, options)
         revise, steps = checked_number(_OP, "revise", chosen.pop("revise"), 1.0), chosen["steps"]
@@ -104,14 +106,26 @@ class LladaSteps(CanvasSteps):
         self.lacks = "a `revise` above 0" if revise > 0 else ""
         self.needs_host = self.lacks or ("`speculate` above 0" if speculate else "")
         canvas, blocks = begin(_OP, session, **chosen)
+        self._build_blocks(session, canvas, WholeCanvas(session, canvas), blocks, steps, chosen["remasking"], spread)
+        self.states = States(session, canvas, 1 + speculate) if speculate else None
+
+    def _build_blocks(
+        self,
+        session: Session,
+        canvas: Canvas,
+        forward: Forward,
+        blocks: list[Window],
+        steps: int | None,
+        remasking: Remasking,
+        spread: bool = False,
+    ) -> None:
         rows = [
             (first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks), spread)
         ]
         self.schedule = torch.tensor(rows, device=canvas.tokens.device)
         self.windows: Schedule = [((first, last), quota) for first, last, quota in rows]
-        self.states = States(session, canvas, 1 + speculate) if speculate else None
         widest = max(last - first for first, last in blocks)
-        self._build(session, canvas, WholeCanvas(session, canvas), widest, random=chosen["remasking"] == "random")
+        self._build(session, canvas, forward, widest, random=remasking == "random")
 
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
         super().admit(row, other, length, capacity, other_row)
@@ -123,13 +137,12 @@ class LladaSteps(CanvasSteps):
         if states is None:
             super().step()
             return
-        canvas.starts, canvas.answers = canvas.prompt_lengths.tolist(), entry.answer.tolist()
-        canvas.active = [taking > 0 for taking in entry.taking.tolist()]
+        self._read()
         copies = states.matching()
         stepping = [on and copy is not None for on, copy in zip(canvas.active, copies, strict=True)]
         runs = not any(stepping)
         if runs:
-            states.compute([coming(self.windows[number:]) for number in self.number.tolist()], self.cache)
+            states.compute([coming(self.windows[row.number :]) for row in self._rows], self.cache)
             copies, stepping = states.matching(), canvas.active
         moved = to_device_async([[int(takes), int(runs) if takes else -1] for takes in stepping], entry.table.device)
         entry.taking.copy_(moved[:, 0])

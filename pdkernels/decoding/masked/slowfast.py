@@ -12,6 +12,7 @@ positions at once, and the next cycle starts after it. Every sequence of a batch
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,11 +20,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Window, checked_masked_model
-from pdkernels.decoding.canvas.forward import KeptCanvas, WholeCanvas
+from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, Window, checked_masked_model
+from pdkernels.decoding.canvas.forward import KeptCanvas, KeptRows, WholeCanvas
+from pdkernels.decoding.canvas.steps import CanvasSteps
+from pdkernels.decoding.steps import Steps, with_defaults
 from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.generation.params import MAX_POSITIONS
 from pdkernels.generation.session import Session
+from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.slowfast"
 
@@ -85,6 +89,48 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
+    canvas, options, kept = _begin(
+        session,
+        block_size=block_size,
+        max_exploration=max_exploration,
+        window=window,
+        variance=variance,
+        tau_min=tau_min,
+        tau_high=tau_high,
+        k_slow=k_slow,
+        k_fast=k_fast,
+        cycle=cycle,
+        drop_suffix=drop_suffix,
+        prompt_interval=prompt_interval,
+        gen_interval=gen_interval,
+        transfer_ratio=transfer_ratio,
+        mask_token=mask_token,
+    )
+    if session.max_new_tokens == 0:
+        return canvas.finish()
+    forward = WholeCanvas(session, canvas) if kept is None else KeptCanvas(session, canvas, **kept)
+    return Loop(session, canvas, forward, options).run()
+
+
+def _begin(
+    session: Session,
+    *,
+    block_size: int | None,
+    max_exploration: int,
+    window: int,
+    variance: float,
+    tau_min: float,
+    tau_high: float,
+    k_slow: int,
+    k_fast: int,
+    cycle: Cycle,
+    drop_suffix: bool,
+    prompt_interval: int | None,
+    gen_interval: int,
+    transfer_ratio: float,
+    mask_token: int | None,
+) -> tuple[Canvas, Options, dict[str, Any] | None]:
+    """The canvas of `decode`, whose options are checked, and those of cycles and of a feature cache, if there is one."""
     mask_token = checked_masked_model(_OP, session, mask_token)
     if block_size is not None:
         checked_size(_OP, "block_size", block_size)
@@ -116,19 +162,13 @@ def decode(
             value,
             "Pass a prompt_interval.",
         )
-    limit = session.max_new_tokens
     canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing))
-    if limit == 0:
-        return canvas.finish()
-    if prompt_interval is None:
-        forward = WholeCanvas(session, canvas)
-    else:
-        forward = KeptCanvas(
-            session, canvas, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio
-        )
-    size = limit if block_size is None else block_size
+    size = max(1, session.max_new_tokens) if block_size is None else block_size
     options = Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix)
-    return Loop(session, canvas, forward, options).run()
+    if prompt_interval is None:
+        return canvas, options, None
+    intervals = {"prompt_interval": prompt_interval, "gen_interval": gen_interval}
+    return canvas, options, {**intervals, "transfer_ratio": transfer_ratio}
 
 
 class Loop:
@@ -145,31 +185,71 @@ class Loop:
             canvas.begin()
             # A finished canvas costs little.
             ends = [at + on * span.shown() for at, on, span in zip(canvas.starts, canvas.active, spans, strict=True)]
-            step = canvas.open([span.window for span in spans], [ends, *self._columns()])
+            step = canvas.open([span.window for span in spans], [ends, *_columns(spans, self._options)])
             width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
             guesses = canvas.guess(self._forward(step.columns[0], width), step, self._forward.first_row)
-            if step.positions.shape[1]:
-                # Where a candidate for the end of a span may be.
-                confident = guesses.probs > self._options.tau_min
-                canvas.fact.copy_(torch.where(confident, step.positions, -1).amax(1))
-            else:
-                canvas.fact.fill_(-1)
-            _, quota, min_count = step.columns
-            rule: dict[str, Any] = {"threshold": self._options.tau_high, "quota": quota, "min_count": min_count}
-            canvas.commit(step, guesses.ids, guesses.probs, strict=True, **rule)
+            canvas.fact.copy_(_furthest(step, guesses, self._options))
+            canvas.commit(step, guesses.ids, guesses.probs, **_rule(step, self._options))
             furthest = canvas.poll()
             for sequence, span in enumerate(spans):
                 if canvas.active[sequence]:
                     span.step(furthest[sequence] - canvas.starts[sequence], partial(canvas.is_open, sequence))
         return canvas.finish()
 
-    def _columns(self) -> list[list[int]]:
-        """Of each sequence: how many positions a step fills, and how many must be confident for it to fill those
-        instead."""
-        options = self._options
-        quotas = [options.k_fast if span.fast else options.k_slow for span in self._spans]
-        # A slow step never fills more than its few, however many positions are confident.
-        return [quotas, [1 if span.fast else MAX_POSITIONS for span in self._spans]]
+
+def _columns(spans: list[Span], options: Options) -> list[list[int]]:
+    """Of each sequence: how many positions a step fills, and how many must be confident for it to fill those instead."""
+    quotas = [options.k_fast if span.fast else options.k_slow for span in spans]
+    # A slow step never fills more than its few, however many positions are confident.
+    return [quotas, [1 if span.fast else MAX_POSITIONS for span in spans]]
+
+
+def _rule(step: Step, options: Options) -> dict[str, Any]:
+    _, quota, min_count = step.columns
+    return {"threshold": options.tau_high, "quota": quota, "min_count": min_count, "strict": True}
+
+
+def _furthest(step: Step, guesses: TokenStatistics, options: Options) -> torch.Tensor:
+    """The last confident position of each sequence, where a candidate for the end of a span may be; -1: none."""
+    if not step.positions.shape[1]:
+        return torch.full_like(step.windows[:, 0], -1)
+    return torch.where(guesses.probs > options.tau_min, step.positions, -1).amax(1)
+
+
+class SlowFastSteps(CanvasSteps):
+    """`decode` in steps whose windows the host chooses: each sequence is in its own cycle."""
+
+    needs_host, led = "cycles, whose windows the host chooses", True
+
+    def __init__(self, session: Session, **options: Any) -> None:
+        canvas, self.options, kept = _begin(session, **with_defaults(decode, options))
+        self.kept = None if kept is None else KeptRows(session, canvas, **kept)
+        self.rows = WholeCanvas(session, canvas) if self.kept is None else self.kept
+        self._build(session, canvas, self.rows, min(self.options.block_size, canvas.limit))
+        self.spans = [Span(canvas.limit, self.options) for _ in range(session.batch)]
+
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        super().admit(row, other, length, capacity, other_row)
+        assert isinstance(other, SlowFastSteps)
+        self.spans[row] = copy.copy(other.spans[other_row])
+
+    def start(self, session: Session) -> None:
+        super().start(session)
+        self.spans = [Span(self.limit, self.options) for _ in self.spans]
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        canvas, spans, taking = self.canvas, self.spans, self._read()
+        self._take(taking, 1)
+        ends = [at + on * span.shown() for at, on, span in zip(canvas.starts, taking, spans, strict=True)]
+        step = canvas.open([span.window for span in spans], [ends, *_columns(spans, self.options)])
+        if self.kept is not None:
+            self.kept.taking = taking
+        width = max(end for end, on in zip(ends, taking, strict=True) if on)
+        guesses = self._fill(step, _rule(step, self.options), self.rows(step.columns[0], width), self.rows.first_row)
+        seen = torch.cat([_furthest(step, guesses, self.options)[:, None], self.entry.answer], 1)
+        for row, (furthest, *canvas.answers[row]) in enumerate(seen.tolist()):
+            if taking[row]:
+                spans[row].step(furthest - canvas.starts[row], partial(canvas.is_open, row))
 
 
 class Span:
