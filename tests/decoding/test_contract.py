@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pdkernels.decoding import DecodeResult, available, find, generate, is_lossless, supports
+from pdkernels.engine import Engine
 from pdkernels.models import RecurrentDepth
 from tests.support.base import reads_of_the_device, streams
 from tests.support.causal import SCRIPTS, FakeModel
@@ -65,6 +66,8 @@ INTERVALS: dict[str, Any] = {"prompt_interval": 4, "gen_interval": 2, "transfer_
 # Filters that depend on tokens, which every method follows.
 ROWS: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
 ROWS |= {"logit_bias": {3: 1.5, 4: -2.0}, "suppress_tokens": [5], "bad_words": [[6]]}
+# LLaDA2.2's, whose last two ids are guessed like others.
+EDITS: dict[str, Any] = {"edit_threshold": 0.15, "max_edits": 4, "delete_token": 5, "split_token": 6}
 FORMS: dict[str, list[dict[str, Any]]] = {
     "autoregressive": [{"top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.9}],
     "jacobi": [{"block_size": 1}, {"block_size": 4}, {"window": 5}, {"draft": "lookup"}],
@@ -111,6 +114,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         {"block_size": 4, "small_block_size": 2, "threshold": 0.4, "block_cache": False},
         {"block_size": 4, "small_block_size": 2, "top_k": 5, "min_p": 0.05},
         {"block_size": 4, "small_block_size": 4, "threshold": 0.4, "speculate": 3},
+        {"block_size": 4, "small_block_size": 4, "threshold": 0.4, "edit_threshold": 0.2, "temperature": 0.0},
+        {"block_size": 4, "small_block_size": 4, "threshold": 0.4, "temperature": 0.0, **EDITS},
     ],
     "llada": [
         {"block_size": 4, "steps": 6},
@@ -165,6 +170,7 @@ CASES = [
     (method, kind, form)
     for method, kind in METHODS_AND_KINDS
     for form in (SMALL.get(method, {}), *FORMS.get(method, []), SMALL.get(method, {}) | ROWS)
+    if "edit_threshold" not in form or kind == "block causal"  # rows that predict their own tokens
 ]
 
 
@@ -245,6 +251,27 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(method: str, kind: 
         paged = generate(exact(kind), batch, find(method), **options, page_size=(3, 1, 16)[number % 3])
         assert all(close(of(paged, index), of(together, index)) for index in range(len(batch)))
         assert paged.stats.forwards == together.stats.forwards
+
+
+ENGINES = [
+    marked(*case, fast=is_usual(case[0], case[2]) or find(case[0]).fills_canvases)
+    for case in CASES
+    if find(case[0]).steps is not None and case[1] != "scripted"
+]
+
+
+@pytest.mark.covering(of=["method"])
+@pytest.mark.parametrize(("method", "kind", "form"), ENGINES, ids=label)
+def test_a_request_takes_the_same_path_alone_and_in_an_engine(method: str, kind: str, form: Any) -> None:
+    """Among others of all lengths, of which some wait for one to leave."""
+    batch, options = drawn(method, kind, 0)
+    options |= {"max_new_tokens": 9, **form}
+    requests = [(prompt, own | {"end_tokens": end}) for prompt, own in streams(batch, options) for end in ((), (2,))]
+    with Engine(exact(kind), max_running=3, max_canvases=3, max_new_tokens=9, max_prompt_tokens=9) as engine:
+        handles = [engine.submit(prompt, find(method), **own) for prompt, own in requests]
+        for handle, (prompt, own) in zip(handles, requests, strict=True):
+            found, alone = handle.result(120), generate(exact(kind), prompt, find(method), **own)
+            assert close(of(found, 0), of(alone, 0)) and found.stats.forwards == alone.stats.forwards
 
 
 @on_every_kind
@@ -364,7 +391,9 @@ def test_one_read_of_the_device_per_step(method: str, kind: str, form: Any) -> N
     whether or not that has a forward. tests/decoding/test_waits.py is the fast
     form, with copies to the device as well."""
     known, (batch, options) = find(method), drawn(method, kind, 0)
-    if "guidance_interval" in form or "speculate" in form or not (known.fills_canvases or is_usual(method, form)):
+    if {"guidance_interval", "speculate", "edit_threshold"} & {*form} or not (
+        known.fills_canvases or is_usual(method, form)
+    ):
         return
     options |= {"trace": False, **form}
     if method == "linear_self_speculation":

@@ -43,7 +43,12 @@ JOINING: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("tiny-recurrent", "recurrent_diffusion", [{}]),
     ("tiny-masked", "llada", [{}]),
     ("tiny-masked", "fast_dllm", [{"threshold": 0.9}]),
+    ("tiny-masked", "dream", [{}, {"algorithm": "origin"}]),
+    ("tiny-masked", "slowfast", [{}, {"prompt_interval": 3, "gen_interval": 2, "transfer_ratio": 0.5}]),
+    ("tiny-masked", "dllm_cache", [{"gen_interval": 2}]),
+    ("tiny-trimode", "fast_dllm_v2", [{"block_size": 4, "small_block_size": 2}]),
 ]
+CANVASES = {method for _, method, _ in JOINING if find(method).fills_canvases}
 MODELS = sorted({name for name, _, _ in JOINING})
 
 
@@ -63,7 +68,8 @@ class Submitted:
         masked = name == "tiny-masked"
         prompt = chance.choice(SUMS if masked else STARTS)
         settings: dict[str, Any] = {
-            "max_new_tokens": 6 if masked else chance.randint(1, 16),
+            # A canvas shares its batch with those of its length.
+            "max_new_tokens": 6 if masked else chance.choice([7, 16]) if method in CANVASES else chance.randint(1, 16),
             "end_tokens": chance.choice([None, ()]),
             "seed": chance.randrange(2**40),
             "stop_strings": chance.choice([(), (), ("e", " = ")]),
@@ -191,6 +197,8 @@ def test_a_batch_has_settings_for_each_of_its_requests() -> None:
     [
         ("tiny-masked", "llada", "482 + 967 = ?", 12),
         ("tiny-masked", "fast_dllm", "482 + 967 = ?", 12),
+        ("tiny-masked", "slowfast", "482 + 967 = ?", 12),
+        ("tiny-trimode", "fast_dllm_v2", "class Node:", 14),
         ("tiny-trimode", "block_diffusion", "class Node:", 14),
     ],
 )
@@ -399,6 +407,10 @@ def test_cancelled_late_and_refused_requests() -> None:
         with pytest.raises(NotImplementedError, match="revise"):
             with Engine(pd.models.load("tiny-masked")) as masked:
                 masked.submit("12+30=", "llada", max_new_tokens=6, revise=0.2)
+        for hook in ("logits_hook", "tokens_hook"):
+            with pytest.raises(NotImplementedError, match=f"let requests join and leave a batch, got a `{hook}`"):
+                with Engine(pd.models.load("tiny-masked")) as masked:
+                    masked.submit("12+30=", "dream", max_new_tokens=6, **{hook: lambda *given: given[-1]})
         assert engine.submit("import", max_new_tokens=3).result(60).stats.tokens == 3
     with pytest.raises(RuntimeError, match="the engine is closed"):
         engine.submit("import", max_new_tokens=3)
@@ -474,6 +486,10 @@ def test_grammars_hooks_and_log_probabilities() -> None:
         ("llada", {"block_size": 4, "steps": 6, "remasking": "random"}),
         ("llada", {"guidance": 0.5, "repetition_penalty": 1.2}),
         ("fast_dllm", {"block_size": 8, "threshold": 0.4}),
+        ("dream", {}),
+        ("dream", {"algorithm": "origin", "steps": 5}),
+        ("slowfast", {}),
+        ("dllm_cache", {"gen_interval": 2}),
     ],
 )
 def test_grammars_of_canvases(method: str, options: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pdkernels as pd
 from pdkernels import models
 from pdkernels.decoding import available, generate, supports
 from pdkernels.models.architectures.config import ExpertsConfig
-from pdkernels.models.architectures.experts import chosen_by_sigmoid
+from pdkernels.models.architectures.experts import Pools, chosen_by_sigmoid
 from pdkernels.models.architectures.rope import PartialRotation
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
@@ -68,9 +68,12 @@ FIELDS = {
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 
+POOLS = {"expert_capacity": 4, "block_size": BLOCK}  # LLaDA2.2's
+
+
 @cache
-def published() -> Any:
-    return random_llada2()
+def published(**fields: Any) -> Any:
+    return random_llada2(**fields)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +88,12 @@ def write(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def plain(tokens: list[int], visible: Tensor) -> Tensor:
+def plain(tokens: list[int], visible: Tensor, **fields: Any) -> Tensor:
     mask, positions = torch.where(visible, 0.0, -torch.inf)[None, None], torch.arange(len(tokens))[None]
     with torch.no_grad():
-        logits: Tensor = published()(torch.tensor([tokens]), attention_mask=mask, position_ids=positions).logits[0]
+        logits: Tensor = published(**fields)(
+            torch.tensor([tokens]), attention_mask=mask, position_ids=positions
+        ).logits[0]
     return logits
 
 
@@ -115,6 +120,65 @@ def test_tokens_of_the_published_sampler(threshold: float, steps: int, folder: P
         whole = (len(prompt) + 59) // BLOCK * BLOCK - len(prompt)
         expected = block_sampler(plain, prompt, whole, MASK, BLOCK, steps, threshold)
         assert tokens[:whole].tolist() == expected.tokens
+
+
+def test_blocks_that_share_experts(tmp_path: Path) -> None:
+    """LLaDA2.2: logits of whole blocks, and the sampler's tokens on a cache, alone and in a batch."""
+    model = models.load(write(tmp_path, **POOLS), dtype=torch.float32)
+    config = model.config.experts
+    assert (config.pool, config.pool_rows, config.groups) == (4, BLOCK, 1)
+    tokens, mask = (torch.arange(128).view(2, 64) * 7 + 3) % 59, pd.masks.block_causal(64, BLOCK)
+    expected = torch.stack([plain(text, mask.dense(), **POOLS) for text in tokens.tolist()])
+    assert not torch.allclose(expected[0], plain(tokens[0].tolist(), mask.dense()), atol=0.1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, mask=mask.plan()), expected, rtol=1e-4, atol=2e-4)
+        cache = model.new_cache(batch=2, capacity=64)
+        both = [model(tokens[:, :32], cache=cache, mask=pd.masks.full(32).plan())]
+        cache.commit_(torch.tensor([32, 32]))
+        both.append(
+            model.logits(model.recompute(tokens[:, 32:], cache, torch.tensor([32, 32]), visible=torch.tensor([64, 64])))
+        )
+        torch.testing.assert_close(torch.cat(both, 1), expected, rtol=1e-4, atol=2e-4)
+    prompts = [list(range(1, 1 + n)) for n in (5, 32, 45)]
+    for sizes in ({"small_block_size": BLOCK}, {"small_block_size": 16, "block_cache": False}):
+        options: dict[str, Any] = {"block_size": BLOCK, "threshold": 0.2, "end_tokens": (), **sizes}
+        for prompt in prompts:
+            whole = 96 - len(prompt)
+            alone = generate(model, prompt, "fast_dllm_v2", max_new_tokens=whole, **options)
+            if sizes["small_block_size"] == BLOCK:
+                forward = partial(plain, **POOLS)
+                assert alone.tokens.tolist() == block_sampler(forward, prompt, whole, MASK, BLOCK, BLOCK, 0.2).tokens
+        together = generate(model, prompts, "fast_dllm_v2", max_new_tokens=51, **options)
+        for prompt, tokens in zip(prompts, together.tokens, strict=True):
+            assert tokens.equal(generate(model, prompt, "fast_dllm_v2", max_new_tokens=51, **options).tokens)
+    for sizes, words in (
+        ({"block_size": 16, "small_block_size": 16}, "block_size must be a multiple of 32, whose rows share experts"),
+        ({"block_size": 32, "small_block_size": 8}, "small_block_size must be block_size for a model whose blocks"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            generate(model, [1], "fast_dllm_v2", max_new_tokens=9, **sizes)
+    with pytest.raises(NotImplementedError, match="no key for experts that a block of rows shares"):
+        models.save_gguf(model, tmp_path / "model.gguf")
+
+
+def test_pools_of_experts() -> None:
+    """By the words of the public guide, row by row; padding has a pool of its own."""
+    draw = torch.Generator().manual_seed(0)
+    for per_token, size, rows in ((3, 4, 4), (1, 1, 8), (8, 8, 2), (2, 16, 8)):
+        experts = ExpertsConfig(16, per_token, 8, scores="sigmoid", biased=True, pool=size, pool_rows=rows, scale=2.5)
+        logits, bias = torch.randn(24, 16, generator=draw), 0.2 * torch.randn(16, generator=draw)
+        positions, valid = torch.arange(12).repeat(2, 1) + torch.tensor([[0], [5]]), torch.ones(2, 12, dtype=torch.bool)
+        valid[1, 9:] = False
+        weights, ids = chosen_by_sigmoid(logits, bias, experts, Pools.of(positions, valid, rows))
+        for row in range(21):
+            ranked = logits.sigmoid() + bias
+            block = (row // 12, int(positions.flatten()[row]) // rows)
+            others = [n for n in range(21) if (n // 12, int(positions.flatten()[n]) // rows) == block]
+            allowed = ranked[others].amax(0).argsort(descending=True)[:size].tolist()
+            expected = sorted(allowed, key=lambda i: -float(ranked[row, i]))[:per_token]
+            assert ids[row].tolist() == expected
+            shares = logits[row].sigmoid()[expected]
+            torch.testing.assert_close(weights[row], (shares / shares.sum() if per_token > 1 else shares) * 2.5)
 
 
 def test_what_a_folder_says_of_it(folder: Path, tmp_path: Path) -> None:
@@ -161,7 +225,8 @@ def test_rows_keep_their_bits_and_matrices_may_be_packed(folder: Path) -> None:
         ({"rope_scaling": {"type": "yarn"}}, NotImplementedError, "rope_scaling must be None"),
         ({"rotary_dim": 12}, NotImplementedError, "partial_rotary_factor must rotate an even part of 16 components"),
         ({"quantization_config": AWQ}, NotImplementedError, "quantization_config must be absent"),
-        ({"expert_capacity": 48}, NotImplementedError, "expert_capacity must be absent, got 48"),
+        ({"expert_capacity": 9, "block_size": 32}, ValueError, "pool must be 0, or hold 3 of 8 experts"),
+        ({"expert_capacity": 4}, ValueError, "must hold 'block_size'"),
         ({"n_group": 3}, ValueError, "config.json: groups must divide count (8) into groups of at least 2 experts"),
         ({"topk_group": 1}, ValueError, "chosen_groups must hold 3 experts, 2 each"),
         (

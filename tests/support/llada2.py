@@ -31,6 +31,7 @@ class Llada2Config(PretrainedConfig):
         self.num_shared_experts, self.first_k_dense_replace, self.routed_scaling_factor = 1, 1, 2.5
         self.rope_theta, self.partial_rotary_factor, self.rms_norm_eps = 6e5, 0.5, 1e-6
         self.max_position_embeddings, self.fixed_attention = 256, fixed_attention
+        self.expert_capacity, self.block_size = 0, 32
         super().__init__(eos_token_id=END, pad_token_id=END, tie_word_embeddings=False, **more)
 
 
@@ -62,6 +63,8 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The weight of every expert for rows x ``(T, hidden_size)``, 0 for those that are not chosen."""
         c, scores = self.config, torch.sigmoid(x @ self.weight.T)
+        if c.expert_capacity:
+            return self.of_blocks(scores)
         groups = (scores + self.expert_bias).unflatten(-1, (c.n_group, -1))
         best = groups.topk(2).values.sum(-1).topk(c.topk_group).indices
         outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
@@ -69,6 +72,21 @@ class Gate(nn.Module):
         weights = scores.gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) * c.routed_scaling_factor
         return torch.zeros_like(scores).scatter(-1, chosen, weights)
+
+    def of_blocks(self, scores: Tensor) -> Tensor:
+        """The same for LLaDA2.2, whose blocks of rows share experts, by the words of FluxServe's guide: a block's score of an
+        expert is the largest of ``sigmoid(logits) + bias`` over its rows; the best `expert_capacity` are allowed; a row takes
+        its best ones among those, with weights of the scores without the bias."""
+        c, found = self.config, torch.zeros_like(scores)
+        for rows, own in zip(scores.split(c.block_size, -2), found.split(c.block_size, -2), strict=True):
+            for text, weights in zip(rows, own, strict=True):
+                ranked = [[float(a + b) for a, b in zip(row, self.expert_bias, strict=True)] for row in text]
+                best = [max(row[i] for row in ranked) for i in range(c.num_experts)]
+                allowed = sorted(range(c.num_experts), key=lambda i: -best[i])[: c.expert_capacity]
+                for row, order, weight in zip(text, ranked, weights, strict=True):
+                    chosen = sorted(allowed, key=lambda i: -order[i])[: c.num_experts_per_tok]
+                    weight[chosen] = row[chosen] / row[chosen].sum() * c.routed_scaling_factor
+        return found
 
 
 class Experts(nn.Module):

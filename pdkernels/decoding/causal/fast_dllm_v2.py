@@ -176,6 +176,7 @@ def begin(session: Session, **options: Any) -> Parts:
     max_edits = checked_size(_OP, "max_edits", options["max_edits"])
     if edit_threshold is not None:
         _check_edits(session, edit_threshold, kind[1] == "own", small_block_size == block_size)
+    _check_pools(session, block_size, small_block_size == block_size or not block_cache)
     edit_tokens = mask_token, options["delete_token"], options["split_token"]
     rules = _checked_rules(session, threshold, edit_threshold, max_edits, *edit_tokens, block_size)
     if checked_states(_OP, speculate) > 0:
@@ -347,6 +348,16 @@ def _checked_rules(
     )
     assert edit_threshold is not None
     return EditRules(threshold, edit_threshold, max_edits, mask_token, delete_token, split_token, block_size)
+
+
+def _check_pools(session: Session, block_size: int, whole: bool) -> None:
+    """For a model whose blocks of rows share experts, which those that a forward leaves out would choose with."""
+    rows = getattr(getattr(session.model.config, "experts", None), "pool_rows", 0)
+    if not rows:
+        return
+    check(block_size % rows == 0, _OP, "block_size", f"be a multiple of {rows}, whose rows share experts", block_size)
+    expectation = "be block_size for a model whose blocks of rows share experts"
+    check(whole, _OP, "small_block_size", expectation, "a smaller one", "Or pass block_cache=False.")
 
 
 def _check_edits(session: Session, threshold: float, predicts_own: bool, whole_blocks: bool) -> None:

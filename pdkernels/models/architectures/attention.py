@@ -23,6 +23,7 @@ from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.models.architectures.caches import expect_
+from pdkernels.models.architectures.experts import Pools
 from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.models.architectures.windows import Window, Windows, first_seen, hide, windowed_plan
@@ -188,6 +189,8 @@ class NewRows(NamedTuple):
     """Those with adapters of their own."""
     softcap: float | None = None
     """Of scores."""
+    pools: Pools | None = None
+    """Of experts, for blocks of rows that share them."""
 
     def attend_(self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape. `sinks`

@@ -30,7 +30,8 @@ class ExpertsConfig:
     """A mixture of experts in place of the MLP of a layer: SwiGLUs, of which a router chooses some for every row.
 
     A row's weights are the softmax of the router's logits, of the `per_token` experts with the largest. Or the logits
-    become scores between 0 and 1 each (LLaDA2), and the choice may be of the experts of a few groups.
+    become scores between 0 and 1 each (LLaDA2), and the choice may be of the experts of a few groups, or of those that a
+    block of rows shares (LLaDA2.2).
 
     >>> ExpertsConfig(count=8, per_token=2, intermediate_size=16).normalized
     True
@@ -57,6 +58,10 @@ class ExpertsConfig:
     """Groups of consecutive experts. A row's experts are of `chosen_groups` of them, those whose two largest scores
     have the largest sum."""
     chosen_groups: int = 1
+    pool: int = 0
+    """Experts that the rows of a block share: those with the largest scores of any of its rows. 0: there is no block."""
+    pool_rows: int = 0
+    """Rows of such a block, counted from the text's first position."""
     scale: float = 1.0
     """Factor of the weights."""
     shared_size: int = 0
@@ -77,7 +82,7 @@ class ExpertsConfig:
         check(self.per_token <= self.count, op, "per_token", f"be at most count ({self.count})", self.per_token)
         for name in ("normalized", "biased", "matrix_biases"):
             check_flag(op, name, getattr(self, name))
-        for name in ("first", "shared_size"):
+        for name in ("first", "shared_size", "pool", "pool_rows"):
             check_type(type(getattr(self, name)) is int, op, name, "be an int", type(getattr(self, name)).__name__)
             check_int(op, name, getattr(self, name), 0)
         check(self.scores in ("softmax", "sigmoid"), op, "scores", "be 'softmax' or 'sigmoid'", repr(self.scores))
@@ -95,6 +100,18 @@ class ExpertsConfig:
         )
         scores_fit = self.scores == "sigmoid" or self.groups == 1
         check(scores_fit, op, "scores", "be 'sigmoid' with groups", repr(self.scores))
+        is_pooled = self.pool > 0
+        fits = not is_pooled or (self.per_token <= self.pool <= self.count and self.groups == 1)
+        check(
+            fits and (not is_pooled or self.scores == "sigmoid"),
+            op,
+            "pool",
+            f"be 0, or hold {self.per_token} of {self.count} experts, for sigmoid scores without groups",
+            self.pool,
+        )
+        check(
+            is_pooled == (self.pool_rows > 0), op, "pool_rows", "be above 0 with a pool, and 0 without", self.pool_rows
+        )
         for name in ("clamp", "gate_slope"):
             value = getattr(self, name)
             check_number(op, name, 1.0 if value is None else value, 0, FINITE, "not be negative")
@@ -105,8 +122,13 @@ class ExpertsConfig:
 
     @property
     def usual(self) -> bool:
-        """Whether experts are plain SwiGLUs, and a softmax of logits has no bias."""
-        return self.clamp is None and not self.matrix_biases and (self.scores == "sigmoid" or not self.biased)
+        """Whether experts are plain SwiGLUs, each row chooses its own, and a softmax of logits has no bias."""
+        return (
+            not self.pool
+            and self.clamp is None
+            and not self.matrix_biases
+            and (self.scores == "sigmoid" or not self.biased)
+        )
 
     def are_in(self, layer: int) -> bool:
         """Whether the layer of this number has experts."""

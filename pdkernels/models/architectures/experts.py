@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +13,36 @@ from pdkernels.models.architectures.config import ExpertsConfig, TransformerConf
 from pdkernels.models.architectures.fused import gated, grouped_linear, linear, wide_linear
 from pdkernels.models.architectures.layer import Layer, Matrix
 from pdkernels.models.architectures.lora import Added
+
+
+class Pools(NamedTuple):
+    """Which rows of a forward share a pool of experts (`ExpertsConfig.pool`)."""
+
+    of_rows: torch.Tensor
+    """``(batch * rows,)``, the number of each row's pool."""
+    count: int
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, valid: torch.Tensor | None, rows: int) -> Pools:
+        """Blocks of `rows` positions of each sequence, of rows at `positions` ``(batch, T)``; those that are not `valid` have
+        one of their own. Waits for the device.
+
+        >>> Pools.of(torch.tensor([[0, 1, 2, 3], [3, 4, 5, 0]]), torch.tensor([[True] * 4, [True] * 3 + [False]]), 4)
+        Pools(of_rows=tensor([1, 1, 1, 1, 2, 3, 3, 0]), count=4)
+        """
+        sequence = torch.arange(len(positions), device=positions.device)[:, None]
+        keys = positions.long() // rows + (sequence << 32)
+        if valid is not None:
+            keys = keys.masked_fill(~valid, -1)
+        found, of_rows = keys.flatten().unique(return_inverse=True)
+        return cls(of_rows, len(found))
+
+    def only(self, ranked: torch.Tensor, size: int) -> torch.Tensor:
+        """`ranked` scores ``(batch * rows, experts)`` without the experts that are not among the `size` best of their pool."""
+        index = self.of_rows[:, None].expand_as(ranked)
+        best = ranked.new_full((self.count, ranked.shape[1]), -torch.inf).scatter_reduce(0, index, ranked, "amax")
+        outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, best.topk(size).indices, False)
+        return ranked.masked_fill(outside[self.of_rows], -torch.inf)
 
 
 class ExpertLayer(Layer):
@@ -40,14 +71,14 @@ class ExpertLayer(Layer):
         for name, shape in (("shared_gate_up", (2 * shared, hidden)), ("shared_down", (hidden, shared))):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if shared else None)
 
-    def _mlp(self, normed: torch.Tensor, lora: Added | None = None) -> torch.Tensor:
+    def _mlp(self, normed: torch.Tensor, lora: Added | None = None, pools: Pools | None = None) -> torch.Tensor:
         experts = self.config.experts
         assert experts is not None
         rows = normed.flatten(0, -2)
         if experts.scores == "softmax":
             weights, ids = chosen_experts(linear(rows, self.router, self.router_bias), experts)
         else:
-            weights, ids = chosen_by_sigmoid(wide_linear(rows, self.router), self.router_bias, experts)
+            weights, ids = chosen_by_sigmoid(wide_linear(rows, self.router), self.router_bias, experts, pools)
         out = self._mixture(rows, weights, ids).view_as(normed)
         if self.shared_gate_up is None or self.shared_down is None:
             return out
@@ -71,9 +102,9 @@ def chosen_experts(logits: torch.Tensor, experts: ExpertsConfig) -> tuple[torch.
 
 
 def chosen_by_sigmoid(
-    logits: torch.Tensor, bias: torch.Tensor | None, experts: ExpertsConfig
+    logits: torch.Tensor, bias: torch.Tensor | None, experts: ExpertsConfig, pools: Pools | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with a score between 0 and 1 for each expert, in groups if there are some."""
+    """The same with a score between 0 and 1 for each expert, in groups, or pools of blocks, if there are some."""
     scores = logits.sigmoid()
     ranked = scores if bias is None else scores + bias
     if experts.groups > 1:
@@ -81,6 +112,9 @@ def chosen_by_sigmoid(
         best = groups.topk(2).values.sum(-1).topk(experts.chosen_groups).indices
         outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
         ranked = groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    if experts.pool:
+        assert pools is not None
+        ranked = pools.only(ranked, experts.pool)
     ids = ranked.topk(experts.per_token).indices
     weights = scores.gather(-1, ids)
     if experts.normalized and experts.per_token > 1:

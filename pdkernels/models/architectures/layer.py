@@ -82,18 +82,19 @@ class Layer(nn.Module):
         attend: Callable[..., torch.Tensor],
         adapted: torch.Tensor | None,
         lora: Added | None = None,
+        **routing: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual and the output of the MLP, which the next layer adds up.
 
         `added` is the MLP's output of the previous layer, which is still to be added to `x`, None for the first layer;
         `attend` maps the output of `project`, and `sinks` where there are some, to the input of `project_out`; `lora` adds
-        what the adapters of rows make of a product. A layer reads only its own parameters, because FSDP holds them only while it runs.
+        what the adapters of rows make of a product; `routing` is for the MLP. A layer reads only its own parameters, because FSDP holds them only while it runs.
         """
         x, normed = (x, self.normed(x)) if added is None else self._sum(added, x, self.attention_norm)
         qkv = self.project(normed, lora=lora)
         mixed = attend(qkv) if self.sinks is None else attend(qkv, sinks=self.sinks)
         x, normed = self._sum(self.project_out(mixed, adapted, lora), x, self.mlp_norm)
-        return x, self._outer(self._mlp(normed) if lora is None else self._mlp(normed, lora))
+        return x, self._outer(self._mlp(normed, **routing) if lora is None else self._mlp(normed, lora, **routing))
 
     def _sum(
         self, added: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None

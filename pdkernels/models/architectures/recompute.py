@@ -19,6 +19,8 @@ from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.architectures.attention import Visibility, attend
 from pdkernels.models.architectures.caches import check_keeps_rows
+from pdkernels.models.architectures.config import ExpertsConfig
+from pdkernels.models.architectures.experts import Pools
 from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.models.architectures.windows import Window, Windows, hide
@@ -45,6 +47,8 @@ class RecomputedRows(NamedTuple):
     """Of each layer."""
     lora: AdaptedRows | None = None
     """Those with adapters of their own."""
+    pools: Pools | None = None
+    """Of experts, for blocks of rows that share them."""
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         """Stores K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attends; q's
@@ -97,6 +101,13 @@ class RecomputedRows(NamedTuple):
 
     def _window(self, layer: int) -> Window | None:
         return self.windows[layer] if self.windows else None
+
+    def pooled(self, experts: ExpertsConfig | None) -> RecomputedRows:
+        """With pools of experts, if blocks of rows share them."""
+        if experts is None or not experts.pool:
+            return self
+        pools = Pools.of(self.starts[:, None] + self.slots, self.slots >= 0, experts.pool_rows)
+        return self._replace(pools=pools)
 
     def _positions(self) -> torch.Tensor:
         """`(batch, rows)` positions; those of padding are arbitrary positions of the cache."""

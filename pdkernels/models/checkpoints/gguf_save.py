@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._quantized_formats import BLOCK, Quantized
-from pdkernels._validation import check_type, message
+from pdkernels._validation import check_type, message, sentence
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.rope import PartialRotation
 from pdkernels.models.architectures.transformer import Transformer
@@ -86,6 +86,9 @@ def _kind(config: TransformerConfig) -> str:
         return gguf_diffusion.DREAM if predicts == "next" else gguf_diffusion.LLADA
     if sees == "bidirectional" and predicts == "own":
         return gguf_diffusion.LLADA_MOE
+    if experts is not None and experts.pool:
+        fault = "a GGUF file has no key for experts that a block of rows shares"
+        raise NotImplementedError(sentence(OP, fault, "Save a folder."))
     if sees == "causal" and predicts == "own" and config.qk_norm:
         return gguf_diffusion.LLADA2
     expectation = "be one of LLaDA, Dream, LLaDA-MoE or LLaDA2"

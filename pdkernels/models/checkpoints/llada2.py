@@ -1,6 +1,7 @@
 """Checkpoints of LLaDA2, with their own names: configuration and tensors.
 
-Source: the configuration and modelling files of huggingface.co/inclusionAI/LLaDA2.0-mini.
+Source: the configuration and modelling files of huggingface.co/inclusionAI/LLaDA2.0-mini. For the experts of LLaDA2.2, which the
+rows of a block share, the words of FluxServe's guide to it (FLUX-OSS), whose gate has the numbers of the published one.
 """
 
 from __future__ import annotations
@@ -55,8 +56,6 @@ def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
         if actual == computed and computed and name in fields.null:
             actual = None  # to its class, none of these
         demand(actual == computed, name, f"be {shown(computed)}", shown(actual))
-    capacity = fields.get("expert_capacity")  # LLaDA2.2: a block's tokens share so many experts
-    demand(not capacity, "expert_capacity", "be absent", shown(capacity))
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.maybe_integer("head_dim") or max(hidden // heads, 1)
     share = fields.number("partial_rotary_factor", 0.5, above=0)
@@ -90,6 +89,11 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
     check(dense <= layers, OP, "config.json: first_k_dense_replace", f"be at most num_hidden_layers ({layers})", dense)
     if dense == layers:
         return None
+    pool = fields.integer("expert_capacity", 0, minimum=0)  # LLaDA2.2: a block's tokens share so many experts
+    if pool:  # which come before groups
+        choice = {"pool": pool, "pool_rows": fields.integer("block_size")}
+    else:
+        choice = {"groups": fields.integer("n_group", 8), "chosen_groups": fields.integer("topk_group", 4)}
     return ExpertsConfig(
         fields.integer("num_experts"),
         fields.integer("num_experts_per_tok", 2),
@@ -97,8 +101,7 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
         first=dense,
         scores="sigmoid",
         biased=True,
-        groups=fields.integer("n_group", 8),
-        chosen_groups=fields.integer("topk_group", 4),
+        **choice,
         scale=fields.number("routed_scaling_factor", 2.5, above=0),
         shared_size=inner * fields.integer("num_shared_experts", 0, minimum=0),
     )
