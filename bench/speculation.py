@@ -1,15 +1,18 @@
 """Exact speculation over states of a canvas and of a block: forwards that it saves, and the same tokens and law over many prompts.
 
-    python -m bench.speculation [--prompts 2000] [--to bench/results/speculation.json]
+    python -m bench.speculation [--prompts 2000] [--counts] [--to bench/results/speculation.json]
 
 - "rows": 32 tokens of each of 16 sums, one position a step, by the number of further states: forwards, canvases or blocks computed, and CPU seconds of
   one thread. Sums are told alone, not in a batch.
 - "rows" of thresholds: the same where a threshold decides how many positions a step fills: 32 tokens after each of 16 unfinished sums ("3 + 4") at three temperatures.
 - "engine": these sums submitted at once to an engine, with 7 states.
-- "same": 4 tokens of each of `--prompts` sums in batches, 16 of a tenth as many unfinished ones where there is a threshold, with and without 3 states: how many texts, or numbers of
+- "same": 4 tokens of each of `--prompts` sums in batches, 16 of so many unfinished ones where there is a threshold, with and without 3 states: how many texts, or numbers of
   filled positions, differ.
 - "law": 4 tokens after the unfinished "7 + ", which may go on in many ways, with so many seeds at temperature 1, those with states other ones than those without: chi-square of the texts, of which rare ones are counted
   together. Equal laws give a probability below 0.001 once in a thousand runs.
+
+A run that was broken off goes on. What another machine or torch has measured is measured anew. `--counts`: "same" and "law" alone, which a busy machine
+does not change.
 """
 
 from __future__ import annotations
@@ -56,7 +59,6 @@ THRESHOLDS: dict[str, Case] = {
     ),
 }
 WARMTHS = (0.0, 0.5, 1.0)
-MANY = ("llada", "block_diffusion, blocks of 8")
 NEW, SOME, SHORT, BATCH, PROMPTS = 32, 16, 4, 100, 16
 FEW = 3  # states of the many texts
 RARE = 10  # texts of which fewer than so many are expected in each half are counted together
@@ -179,7 +181,8 @@ def law(case: str, draws: int) -> dict[str, float]:
 
 def table_of(found: dict[str, Any]) -> str:
     words = f"{found['machine']}, torch {found['torch']}, one thread"
-    return f"{_lines(found, CASES, TEMPERATURES, 'one a step')}\n\n{_same(found, CASES)} {_laws(found)} {words}"
+    counts = f"{_same(found, CASES)} {_laws(found, CASES)}"
+    return f"{_lines(found, CASES, TEMPERATURES, 'one a step')}\n\n{counts} {words}"
 
 
 def table_of_thresholds(found: dict[str, Any]) -> str:
@@ -188,7 +191,8 @@ def table_of_thresholds(found: dict[str, Any]) -> str:
         for row in found["engine"]
     )
     words = f"In an engine, {PROMPTS} requests at once, each at one of the temperatures: {engines}. {found['machine']}, torch {found['torch']}, one thread"
-    return f"{_lines(found, THRESHOLDS, WARMTHS, 'a threshold')}\n\n{_same(found, THRESHOLDS)} {words}"
+    counts = f"{_same(found, THRESHOLDS)} {_laws(found, THRESHOLDS)}"
+    return f"{_lines(found, THRESHOLDS, WARMTHS, 'a threshold')}\n\n{counts} {words}"
 
 
 def _lines(found: dict[str, Any], cases: dict[str, Case], temperatures: Sequence[float], what: str) -> str:
@@ -208,14 +212,17 @@ def _lines(found: dict[str, Any], cases: dict[str, Case], temperatures: Sequence
 
 def _same(found: dict[str, Any], cases: dict[str, Case]) -> str:
     rows = [row for row in found["same"] if row["case"] in cases]
-    same = "; ".join(f"{row['case']}, temperature {row['temperature']:g}: {row['differ']}" for row in rows)
-    return f"Texts of {rows[0].get('prompts', found['prompts']):,} prompts that differ with {FEW} states: {same}."
+    same = "; ".join(
+        f"{row['case']}, temperature {row['temperature']:g}: {row['differ']} of {row['prompts']:,}" for row in rows
+    )
+    return f"Texts that differ with {FEW} states: {same}."
 
 
-def _laws(found: dict[str, Any]) -> str:
+def _laws(found: dict[str, Any], cases: dict[str, Case]) -> str:
     laws = "; ".join(
         f"{row['case']}: chi-square {row['statistic']:g} with {row['freedom']} degrees of freedom, p = {row['probability']:g}"
         for row in found["law"]
+        if row["case"] in cases
     )
     return f"Law of {found['prompts']:,} texts: {laws}."
 
@@ -226,38 +233,56 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--again", action="store_true", help="measure all anew")
+    parser.add_argument("--counts", action="store_true", help="texts and laws alone, no times")
     parser.add_argument("--to", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"machine": processor(), "torch": torch.__version__, "prompts": given.prompts}
     kept = json.loads(given.to.read_text()) if given.to.exists() and not given.again else {}
-    again = kept.get("prompts") != given.prompts
-    found |= {name: kept.get(name, []) for name in ("rows", "engine")}
-    found |= {name: [] if again else kept[name] for name in ("same", "law")}
+    found |= kept_of(kept, found)
+
+    def keep(name: str, measured: dict[str, Any]) -> None:
+        found[name].append(measured)
+        write(given.to, found)
+        Console().print(measured)
+
     timed: list[tuple[str, int, float]] = [
         (case, states, t) for case in CASES for states in STATES for t in TEMPERATURES
     ]
     timed += [(case, states, t) for case in THRESHOLDS for states in STATES for t in WARMTHS]
-    for case, states, t in timed:
+    for case, states, t in [] if given.counts else timed:
         if not _has(found["rows"], case=case, states=states, temperature=t):
-            found["rows"].append(row(case, states, t))
-            write(given.to, found)
-    several = [(case, t) for case in MANY for t in TEMPERATURES] + [(case, t) for case in THRESHOLDS for t in WARMTHS]
-    for case, t in several:
-        prompts = given.prompts if case in CASES else given.prompts // 10
-        if not _has(found["same"], case=case, temperature=t):
-            differ = differing(case, prompts, t)
-            found["same"].append({"case": case, "temperature": t, "prompts": prompts, "differ": differ})
-            write(given.to, found)
-            Console().print(found["same"][-1])
-    for case in MANY:
-        if not _has(found["law"], case=case):
-            found["law"].append({"case": case, **law(case, given.prompts)})
-            write(given.to, found)
-    for case in list(THRESHOLDS)[:2]:
+            keep("rows", row(case, states, t))
+    for case in [] if given.counts else list(THRESHOLDS)[:2]:
         if not _has(found["engine"], case=case):
-            found["engine"].append(engine(case, 7))
-    write(given.to, found)
+            keep("engine", engine(case, 7))
+    for case in sorted(CASES | THRESHOLDS, key=cost):
+        if not _has(found["law"], case=case, draws=given.prompts):
+            keep("law", {"case": case, **law(case, given.prompts)})
+        for t in TEMPERATURES:
+            counted = {"case": case, "temperature": t, "prompts": given.prompts}
+            if not _has(found["same"], **counted):
+                fewer = [row for row in found["same"] if (row["case"], row["temperature"]) == (case, t)]
+                counted["differ"] = differing(case, given.prompts, t)
+                found["same"] = [row for row in found["same"] if row not in fewer]
+                keep("same", counted)
+
+
+def cost(case: str) -> int:
+    """Rows of a case's block: the cheap ones come first."""
+    _, _, own = (CASES | THRESHOLDS)[case]
+    return int(own.get("block_size", 0))
+
+
+def kept_of(kept: dict[str, Any], now: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The lists of an earlier record that still hold: those of the same machine and torch.
+
+    >>> now = {"machine": "A", "torch": "2"}
+    >>> kept_of({**now, "rows": [{"states": 1}]}, now)["rows"], kept_of({**now, "rows": [{"states": 1}]}, {**now, "machine": "B"})["rows"]
+    ([{'states': 1}], [])
+    """
+    here = all(kept.get(name) == now[name] for name in ("machine", "torch"))
+    return {name: kept.get(name, []) if here else [] for name in ("rows", "engine", "same", "law")}
 
 
 def _has(rows: list[dict[str, Any]], **wanted: Any) -> bool:

@@ -248,7 +248,7 @@ class Engine:
         session.on_provisional = handle._show if provisional else None
         sampler = session.sampler if chosen.steps.draws_by_row(options) else None
         key = self._key(chosen, session, options, handle.number)
-        if key not in self._method_batches:
+        if key not in self._method_batches or (session.adapters is not None and chosen.fills_canvases):
             self._check_steps(chosen, session, options)
         deadline = None if timeout is None else time.perf_counter() + timeout
         stored = self._memory.prepare(session) if chosen.steps.continues else []

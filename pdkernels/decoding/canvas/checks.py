@@ -29,7 +29,10 @@ def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
 
 
 def check_alone(session: Session) -> None:
-    """Checks that there is only one text, for a feature cache, whose refreshes are scheduled for all texts together."""
+    """Checks that there is only one text, for a feature cache, whose refreshes are scheduled for all texts together, and no
+    adapter, since such a cache runs the parts of the layers by itself."""
+    remedy = "Leave out prompt_interval."
+    refuse(session.adapters is not None, "decoding.generate", "a feature cache does not follow adapters", remedy)
     is_batch = session.tails is not None and session.batch > 1
     fault = f"infill=True on a feature cache takes one prompt, got {session.batch}"
     refuse(is_batch, "decoding.generate", fault, "Generate them one by one.")
