@@ -92,6 +92,26 @@ def test_several_texts_of_a_prompt_and_log_probabilities(models: Any) -> None:
 def test_a_method_that_does_not_follow_them_says_so(models: Any) -> None:
     with pytest.raises(NotImplementedError, match="'dllm_cache' does not follow adapter: it runs the parts of"):
         generate(models("tiny-masked"), "1", "dllm_cache", adapter="small")
+    cached: dict[str, Any] = {"prompt_interval": 4, "max_new_tokens": 8}
+    with pytest.raises(ValueError, match="a feature cache does not follow adapters. Leave out prompt_interval."):
+        generate(models("tiny-masked"), "1", "slowfast", adapter="small", **cached)
+    with pd.Engine(models("tiny-masked")) as engine:  # also beside a request that shares its batch
+        running = engine.submit("1", "slowfast", **cached)
+        with pytest.raises(ValueError, match="a feature cache does not follow adapters"):
+            engine.submit("1", "slowfast", adapter="small", **cached)
+        assert len(running.result().tokens) > 0
+
+
+@pytest.mark.parametrize("name", ["dream", "slowfast", "fast_dllm_v2"])
+def test_canvases_share_a_batch(name: str, models: Any) -> None:
+    model, options = models(METHODS[name].example), {"max_new_tokens": 12, "end_tokens": ()}
+    prompts = ["482 + 967 = ?", "17 + 25 = ?", "3", "1 + 1 = ?"]
+    expected = [generate(model, one, name, adapter=own, **options).text for one, own in zip(prompts, NAMES)]
+    with pd.Engine(model, max_canvases=3) as engine:
+        handles = [engine.submit(one, name, adapter=own, **options) for one, own in zip(prompts, NAMES)]
+        assert [handle.result().text for handle in handles] == expected
+    plain = [generate(model, one, name, **options).text for one in prompts]
+    assert [a == b for a, b in zip(plain, expected)][1] and plain != expected
 
 
 # ---- in an engine

@@ -490,11 +490,12 @@ def test_grammars_hooks_and_log_probabilities() -> None:
         ("dream", {"algorithm": "origin", "steps": 5}),
         ("slowfast", {}),
         ("dllm_cache", {"gen_interval": 2}),
+        ("fast_dllm_v2", {"block_size": 8, "small_block_size": 4}),
     ],
 )
 def test_grammars_of_canvases(method: str, options: dict[str, Any]) -> None:
     """The tokens of `generate`: prompts of several lengths, drawn and most probable texts, beside requests without."""
-    model, prompts = pd.models.load("tiny-masked"), ["58 + 31 = ?\n", "7 + 9 = ?\n", "123 + 456 + 9 = ?\n"]
+    model, prompts = pd.models.load(find(method).example), ["58 + 31 = ?\n", "7 + 9 = ?\n", "123 + 456 + 9 = ?\n"]
     limit: dict[str, Any] = {"max_new_tokens": 12, **options}
     pattern = "[0-9]{1,3} = [0-9]{2}\n(x|yz)+"
     with Engine(model, max_new_tokens=12, max_canvases=3) as engine:
