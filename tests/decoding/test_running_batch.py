@@ -260,6 +260,7 @@ def test_state_is_all_that_steps_change(name: str, method: str, options: dict[st
             steps.start(session)
             for _ in range(3):
                 for form in steps.forms:
+                    steps.entry.rows()  # which a host that leads takes the texts from
                     getattr(steps, form)()
                 changed |= {n for n, (old, new) in enumerate(zip(before, held, strict=True)) if not same(old, new)}
         declared = {tensor.untyped_storage().data_ptr() for tensor in steps.state}
@@ -407,7 +408,6 @@ def test_a_step_reads_the_device_once(name: str, method: str, options: dict[str,
             steps = 0
             while batch.busy and not batch.step():
                 steps += 1
-        # The reference mixes distributions on the host; and a host that leads a step reads before and after it.
-        led = find(method).fills_canvases and batch.steps.needs_host
-        reads = 3 if led else 2 if options.get("ensemble_weight", 1) < 1 else 1
+        # The reference mixes distributions on the host; and cycles are led by what a step has left.
+        reads = 2 if method == "slowfast" or options.get("ensemble_weight", 1) < 1 else 1
         assert steps > 0 and log.count("read") <= (steps + 1) * reads

@@ -100,15 +100,15 @@ class CanvasSteps(Steps):
         entry.answer.fill_(self.canvas.mask_token)
 
     def _read(self) -> list[bool]:
-        """Reads the texts for `Canvas.open`; returns who takes the next round."""
-        self._rows, canvas = self.entry.rows(), self.canvas
-        canvas.answers = [row.answer for row in self._rows]
-        canvas.active = [row.taking > 0 for row in self._rows]
+        """Takes the texts of the entry, as read, for `Canvas.open`; returns who takes the next round."""
+        canvas, rows = self.canvas, self.entry.seen
+        canvas.answers = [row.answer for row in rows]
+        canvas.active = [row.taking > 0 for row in rows]
         return canvas.active
 
-    def _take(self, stepping: Sequence[bool], ran: int) -> None:
-        """Says who takes the round instead, with so many forwards."""
-        numbers = [row.number + takes for row, takes in zip(self._rows, stepping, strict=True)]
+    def _take(self, stepping: Sequence[bool], ran: int, numbers: Sequence[int]) -> None:
+        """Says who takes the round instead, with so many forwards; `numbers`: of the last ones."""
+        numbers = [number + takes for number, takes in zip(numbers, stepping, strict=True)]
         taking = zip(stepping, numbers, strict=True)
         moved = to_device_async([[takes, ran if takes else -1, n] for takes, n in taking], self.number.device)
         for column, values in zip((self.entry.taking, self.entry.ran, self.number), moved.unbind(1), strict=True):

@@ -12,7 +12,6 @@ from pdkernels.decoding.canvas.canvas import Canvas, Step, share
 from pdkernels.generation.session import Session
 from pdkernels.masks import block_causal
 from pdkernels.models.capabilities import rows_ahead
-from pdkernels.ops import TokenStatistics
 
 
 def rule(step: Step, threshold: float) -> dict[str, Any]:
@@ -178,12 +177,6 @@ class Blocks:
         starts, counts, ends = (column.repeat(copies) for column in step.columns[:3])
         hidden: torch.Tensor = self._model.recompute(tokens, cache, starts, counts=counts, visible=ends)
         return hidden
-
-    def commit(self, step: Step, hidden: torch.Tensor, threshold: float) -> TokenStatistics:
-        """Fills what `step` fills, and returns the guesses."""
-        guesses = self._canvas.guess(hidden, step, step.columns[0])
-        self._canvas.commit(step, guesses.ids, guesses.probs, **rule(step, threshold))
-        return guesses
 
     def texts(self) -> list[tuple[int, ...]]:
         """The block of each sequence, as the host has last read it."""

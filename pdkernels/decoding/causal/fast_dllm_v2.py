@@ -16,7 +16,6 @@ phase.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +27,7 @@ from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.causal._block_states import BlockStates
 from pdkernels.decoding.causal._blocks import Blocks, Edits, rule
 from pdkernels.decoding.causal._rewriting import EditRules, Rewriting
-from pdkernels.decoding.steps import Rows, Steps, with_defaults
+from pdkernels.decoding.steps import Rows, Steps, decoder
 from pdkernels.generation.noise import checked_flag, checked_mask_token, checked_number, checked_size
 from pdkernels.generation.session import Session, to_device_async
 from pdkernels.ops import TokenStatistics
@@ -36,23 +35,8 @@ from pdkernels.ops import TokenStatistics
 _OP = "decoding.fast_dllm_v2"
 
 
-def decode(
-    session: Session,
-    *,
-    block_size: int = 32,
-    small_block_size: int = 8,
-    threshold: float = 0.9,
-    steps: int | None = None,
-    block_cache: bool = True,
-    edit_threshold: float | None = None,
-    max_edits: int = 16,
-    delete_token: int | None = None,
-    split_token: int | None = None,
-    speculate: int = 0,
-    mask_token: int | None = None,
-    page_size: int | None = None,
-) -> int:
-    """Fills `session` block by block. A filled position is never revised, unless `edit_threshold` is set.
+class FastV2Steps(CanvasSteps):
+    """A filled position is never revised, unless `edit_threshold` is set. The host leads: each sequence is in its own block.
 
     Args:
         block_size: positions of a block; blocks are counted from the text's first token.
@@ -76,181 +60,70 @@ def decode(
             without `edit_threshold`.
         temperature: sampling temperature of the guesses; their confidence is their probability at that temperature,
             after filters, which apply above 0 only.
-
-    Returns:
-        Forwards that the sequences took part in, summed.
     """
-    parts = begin(
-        session,
-        block_size=block_size,
-        small_block_size=small_block_size,
-        threshold=threshold,
-        steps=steps,
-        block_cache=block_cache,
-        edit_threshold=edit_threshold,
-        max_edits=max_edits,
-        delete_token=delete_token,
-        split_token=split_token,
-        speculate=speculate,
-        mask_token=mask_token,
-        page_size=page_size,
-    )
-    canvas = parts.canvas
-    if not canvas.unfinished:
-        return canvas.finish()
-    blocks, edits = parts.blocks(session), parts.edits(session)
-    if any(blocks.begun):
-        canvas.begin(blocks.begun)
-        step, hidden = blocks.prompts()
-        guesses = canvas.guess(hidden, step)
-        canvas.commit(step, guesses.ids, guesses.probs)
-        canvas.poll()
-    if (states := parts.states(session, blocks)) is not None:
-        return _fill_speculating(canvas, blocks, states, threshold)
-    while canvas.unfinished:
-        canvas.begin()
-        step = blocks.next(canvas.active)
-        hidden = blocks.forward(step)
-        if isinstance(edits, Rewriting):
-            canvas.overwrite(*edits.write(hidden, blocks.all))
-        else:
-            blocks.commit(step, hidden, threshold)
-        if isinstance(edits, Edits):
-            edits.write(hidden, blocks.all, step.columns[0])
-        canvas.poll()
-        if edits is not None and edits.settle(blocks.all):
-            canvas.poll()
-        blocks.move_on()
-    return canvas.finish()
-
-
-class Parts(NamedTuple):
-    """What `decode` is made of, with checked options."""
-
-    canvas: Canvas
-    options: dict[str, Any]
-    rules: EditRules | None
-
-    def blocks(self, session: Session) -> Blocks:
-        names = "block_size", "small_block_size", "steps", "block_cache", "page_size"
-        return Blocks(session, self.canvas, *(self.options[name] for name in names))
-
-    def states(self, session: Session, blocks: Blocks) -> BlockStates | None:
-        """Of `speculate`; None without it."""
-        states, page_size = self.options["speculate"], self.options["page_size"]
-        return BlockStates(session, blocks.cache, blocks.width, 1 + states, page_size) if states else None
-
-    def edits(self, session: Session) -> Edits | Rewriting | None:
-        """Of `edit_threshold`; None without it."""
-        above, most = self.options["edit_threshold"], self.options["max_edits"]
-        if self.rules is not None:
-            return Rewriting(session, self.canvas, self.rules)
-        return None if above is None else Edits(self.canvas, above, most)
-
-
-def begin(session: Session, **options: Any) -> Parts:
-    """The parts of `decode`, whose options are checked."""
-    block_size, small_block_size, threshold = (
-        options[name] for name in ("block_size", "small_block_size", "threshold")
-    )
-    steps, edit_threshold, speculate = options["steps"], options["edit_threshold"], options["speculate"]
-    config = session.model.config
-    kind = getattr(config, "attention", None), getattr(config, "predicts", None)
-    actual = type(session.model).__name__ if None in kind else f"attention {kind[0]!r} and predicts {kind[1]!r}"
-    check_type(kind in (("causal", "next"), ("causal", "own")), _OP, "model", "be a causal one", actual)
-    check_keeps_rows(_OP, session, "See docs/own_models.md.")
-    mask_token = checked_mask_token(_OP, session.model, options["mask_token"])
-    checked_size(_OP, "block_size", block_size)
-    checked_size(_OP, "small_block_size", small_block_size)
-    check(
-        small_block_size <= block_size,
-        _OP,
-        "small_block_size",
-        f"be at most block_size ({block_size})",
-        small_block_size,
-    )
-    checked_number(_OP, "threshold", threshold)
-    if steps is not None:
-        checked_size(_OP, "steps", steps)
-    block_cache = checked_flag(_OP, "block_cache", options["block_cache"])
-    max_edits = checked_size(_OP, "max_edits", options["max_edits"])
-    if edit_threshold is not None:
-        _check_edits(session, edit_threshold, kind[1] == "own", small_block_size == block_size)
-    _check_pools(session, block_size, small_block_size == block_size or not block_cache)
-    edit_tokens = mask_token, options["delete_token"], options["split_token"]
-    rules = _checked_rules(session, threshold, edit_threshold, max_edits, *edit_tokens, block_size)
-    if checked_states(_OP, speculate) > 0:
-        whole = small_block_size == block_size or not block_cache
-        check(whole, _OP, "speculate", "be 0 with small blocks and block_cache", speculate, "Pass block_cache=False.")
-        check(edit_threshold is None, _OP, "speculate", "be 0 with edit_threshold", speculate)
-    canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing, "sampling"))
-    return Parts(canvas, options, rules)
-
-
-def _fill_speculating(canvas: Canvas, blocks: Blocks, states: BlockStates, threshold: float) -> int:
-    """The loop with `states` of each block. A sequence whose state is known steps on, while the others wait."""
-    while canvas.unfinished:
-        texts = blocks.texts()
-        stepping, runs = states.stepping(texts, canvas.active)
-        canvas.begin(stepping)
-        if not runs:
-            canvas.reuse()
-        step = blocks.next(stepping)
-        hidden = _states_of(blocks, states, step, stepping, runs, threshold)
-        guesses = blocks.commit(step, hidden, threshold)
-        canvas.poll()
-        _expect(canvas, blocks, states, step, guesses, texts, stepping)
-        blocks.move_on()
-    return canvas.finish()
-
-
-def _states_of(
-    blocks: Blocks, states: BlockStates, step: Step, stepping: list[bool], runs: bool, threshold: float
-) -> torch.Tensor:
-    """Hidden states of the blocks, after a forward if the step `runs` one."""
-    texts = blocks.texts()
-    if runs:
-        coming = [blocks.coming(number, threshold) for number in range(len(texts))]
-        starts = [block.start for block in blocks.all]
-        states.compute(partial(blocks.run, step), texts, stepping, coming, starts, step.positions.device)
-    return states.hidden(texts, stepping)
-
-
-def _expect(
-    canvas: Canvas,
-    blocks: Blocks,
-    states: BlockStates,
-    step: Step,
-    guesses: TokenStatistics,
-    texts: list[tuple[int, ...]],
-    stepping: list[bool],
-) -> None:
-    """After a step from `texts`: rows of complete blocks are kept, and the others' guesses are those of the next steps."""
-    for number, (block, text) in enumerate(zip(blocks.all, texts, strict=True)):
-        if stepping[number] and block.complete:
-            states.keep(number, text, block.end)
-            states.begin([number])
-    slots = [
-        [at - block.start if at >= 0 else at for at in row]
-        for row, block in zip(step.positions.tolist(), blocks.all, strict=True)
-    ]
-    going_on = [takes and not block.complete for takes, block in zip(stepping, blocks.all, strict=True)]
-    states.expect(blocks.texts(), slots, guesses.ids, guesses.probs, going_on, canvas.mask_token)
-
-
-class FastV2Steps(CanvasSteps):
-    """`decode` in steps whose blocks the host leads: each sequence is in its own phase."""
 
     needs_host, led = "blocks, whose next rows the host chooses", True
 
-    def __init__(self, session: Session, **options: Any) -> None:
-        chosen = with_defaults(decode, options)
-        parts, self.threshold = begin(session, **chosen), chosen["threshold"]
-        canvas, self.blocks = parts.canvas, parts.blocks(session)
-        self.edits, self.states = parts.edits(session), parts.states(session, self.blocks)
-        self.rewrites = parts.rules is not None
-        widest = chosen["block_size"] if self.rewrites else chosen["small_block_size"]
-        self._build(session, canvas, self.blocks, min(widest, canvas.tokens.shape[1]))
+    def __init__(
+        self,
+        session: Session,
+        *,
+        block_size: int = 32,
+        small_block_size: int = 8,
+        threshold: float = 0.9,
+        steps: int | None = None,
+        block_cache: bool = True,
+        edit_threshold: float | None = None,
+        max_edits: int = 16,
+        delete_token: int | None = None,
+        split_token: int | None = None,
+        speculate: int = 0,
+        mask_token: int | None = None,
+        page_size: int | None = None,
+    ) -> None:
+        config = session.model.config
+        kind = getattr(config, "attention", None), getattr(config, "predicts", None)
+        actual = type(session.model).__name__ if None in kind else f"attention {kind[0]!r} and predicts {kind[1]!r}"
+        check_type(kind in (("causal", "next"), ("causal", "own")), _OP, "model", "be a causal one", actual)
+        check_keeps_rows(_OP, session, "See docs/own_models.md.")
+        mask_token = checked_mask_token(_OP, session.model, mask_token)
+        checked_size(_OP, "block_size", block_size)
+        checked_size(_OP, "small_block_size", small_block_size)
+        check(
+            small_block_size <= block_size,
+            _OP,
+            "small_block_size",
+            f"be at most block_size ({block_size})",
+            small_block_size,
+        )
+        checked_number(_OP, "threshold", threshold)
+        if steps is not None:
+            checked_size(_OP, "steps", steps)
+        checked_flag(_OP, "block_cache", block_cache)
+        checked_size(_OP, "max_edits", max_edits)
+        if edit_threshold is not None:
+            _check_edits(session, edit_threshold, kind[1] == "own", small_block_size == block_size)
+        _check_pools(session, block_size, small_block_size == block_size or not block_cache)
+        edit_tokens = mask_token, delete_token, split_token
+        rules = _checked_rules(session, threshold, edit_threshold, max_edits, *edit_tokens, block_size)
+        if checked_states(_OP, speculate) > 0:
+            whole = small_block_size == block_size or not block_cache
+            check(
+                whole, _OP, "speculate", "be 0 with small blocks and block_cache", speculate, "Pass block_cache=False."
+            )
+            check(edit_threshold is None, _OP, "speculate", "be 0 with edit_threshold", speculate)
+        canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing, "sampling"))
+        self.threshold, self.rewrites = threshold, rules is not None
+        self.blocks = blocks = Blocks(session, canvas, block_size, small_block_size, steps, block_cache, page_size)
+        self.edits: Edits | Rewriting | None = None
+        if rules is not None:
+            self.edits = Rewriting(session, canvas, rules)
+        elif edit_threshold is not None:
+            self.edits = Edits(canvas, edit_threshold, max_edits)
+        sizes = blocks.width, 1 + speculate, page_size
+        self.states = BlockStates(session, blocks.cache, *sizes) if speculate else None
+        widest = block_size if self.rewrites else small_block_size
+        self._build(session, canvas, blocks, min(widest, canvas.tokens.shape[1]))
 
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
         assert isinstance(other, FastV2Steps)
@@ -263,16 +136,15 @@ class FastV2Steps(CanvasSteps):
 
     def start(self, session: Session) -> None:
         super().start(session)
-        begun = self.blocks.begun
-        for number in range(session.batch):
-            if self.edits is not None:
+        canvas, begun = self.canvas, self.blocks.begun
+        if self.edits is not None:
+            self.entry.final.zero_()
+            for number in range(session.batch):
                 self.edits.begin(number)
         if self.states is not None:
             self.states.begin()
-        if self.edits is not None:
-            self.entry.final.zero_()
-        self._read()
-        self._take(begun, 1)
+        canvas.answers = [[canvas.mask_token] * self.limit for _ in begun]
+        self._take(begun, 1, [0] * session.batch)
         if any(begun):
             step, hidden = self.blocks.prompts()
             self._fill(step, {}, hidden, None)
@@ -283,7 +155,7 @@ class FastV2Steps(CanvasSteps):
         stepping, runs, texts = self._read(), True, blocks.texts()
         if states is not None:
             stepping, runs = states.stepping(texts, stepping)
-        self._take(stepping, int(runs))
+        self._take(stepping, int(runs), [row.number for row in self.entry.seen])
         step = blocks.next(stepping)
         if states is not None:
             hidden = _states_of(blocks, states, step, stepping, runs, self.threshold)
@@ -319,6 +191,43 @@ class FastV2Steps(CanvasSteps):
             if begun[sequence]:
                 self._recorded(session, sequence, [self.canvas.mask_token] * self.limit, row)
         return sum(begun)
+
+
+decode = decoder(FastV2Steps)
+
+
+def _states_of(
+    blocks: Blocks, states: BlockStates, step: Step, stepping: list[bool], runs: bool, threshold: float
+) -> torch.Tensor:
+    """Hidden states of the blocks, after a forward if the step `runs` one."""
+    texts = blocks.texts()
+    if runs:
+        coming = [blocks.coming(number, threshold) for number in range(len(texts))]
+        starts = [block.start for block in blocks.all]
+        states.compute(partial(blocks.run, step), texts, stepping, coming, starts, step.positions.device)
+    return states.hidden(texts, stepping)
+
+
+def _expect(
+    canvas: Canvas,
+    blocks: Blocks,
+    states: BlockStates,
+    step: Step,
+    guesses: TokenStatistics,
+    texts: list[tuple[int, ...]],
+    stepping: list[bool],
+) -> None:
+    """After a step from `texts`: rows of complete blocks are kept, and the others' guesses are those of the next steps."""
+    for number, (block, text) in enumerate(zip(blocks.all, texts, strict=True)):
+        if stepping[number] and block.complete:
+            states.keep(number, text, block.end)
+            states.begin([number])
+    slots = [
+        [at - block.start if at >= 0 else at for at in row]
+        for row, block in zip(step.positions.tolist(), blocks.all, strict=True)
+    ]
+    going_on = [takes and not block.complete for takes, block in zip(stepping, blocks.all, strict=True)]
+    states.expect(blocks.texts(), slots, guesses.ids, guesses.probs, going_on, canvas.mask_token)
 
 
 def _checked_rules(

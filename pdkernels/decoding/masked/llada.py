@@ -142,7 +142,7 @@ class LladaSteps(CanvasSteps):
         stepping = [on and copy is not None for on, copy in zip(canvas.active, copies, strict=True)]
         runs = not any(stepping)
         if runs:
-            states.compute([coming(self.windows[row.number :]) for row in self._rows], self.cache)
+            states.compute([coming(self.windows[row.number :]) for row in entry.seen], self.cache)
             copies, stepping = states.matching(), canvas.active
         moved = to_device_async([[int(takes), int(runs) if takes else -1] for takes in stepping], entry.table.device)
         entry.taking.copy_(moved[:, 0])

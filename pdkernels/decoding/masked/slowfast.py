@@ -239,7 +239,7 @@ class SlowFastSteps(CanvasSteps):
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         canvas, spans, taking = self.canvas, self.spans, self._read()
-        self._take(taking, 1)
+        self._take(taking, 1, [row.number for row in self.entry.seen])
         ends = [at + on * span.shown() for at, on, span in zip(canvas.starts, taking, spans, strict=True)]
         step = canvas.open([span.window for span in spans], [ends, *_columns(spans, self.options)])
         if self.kept is not None:

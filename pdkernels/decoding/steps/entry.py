@@ -60,6 +60,8 @@ class Entry:
         for name, width in (_ALWAYS | columns).items():
             self._places[name] = end if width is None else slice(end, end + width)
             end += 1 if width is None else width
+        self.seen: Rows = []
+        """As last read: before a step that is what it is, since who changes it reads it (`RunningBatch`, `run`)."""
         self.table = torch.zeros(batch, end, dtype=torch.int64, device=device)
         for name, place in self._places.items():
             self.__dict__[name] = self.table[:, place]
@@ -80,7 +82,10 @@ class Entry:
 
     def rows(self, values: list[list[int]] | None = None) -> Rows:
         """The entry on the host; `values`: an earlier one, as logged. Without them it waits for the device."""
-        return [Row(self._places, row) for row in (self.table.tolist() if values is None else values)]
+        rows = [Row(self._places, row) for row in (self.table.tolist() if values is None else values)]
+        if values is None:
+            self.seen = rows
+        return rows
 
 
 def unfinished(tokens: list[int], mask_token: int, ends: tuple[int, ...]) -> list[int | None]:

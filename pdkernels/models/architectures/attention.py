@@ -23,6 +23,7 @@ from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.models.architectures.caches import expect_
+from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import Pools
 from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
@@ -191,6 +192,24 @@ class NewRows(NamedTuple):
     """Of scores."""
     pools: Pools | None = None
     """Of experts, for blocks of rows that share them."""
+
+    def pooled(
+        self,
+        experts: ExpertsConfig | None,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        counts: torch.Tensor | None = None,
+    ) -> NewRows:
+        """With pools of experts, if blocks of `tokens` share them. Their positions are `offsets` (None: 0, 1, ..) after
+        `lengths`; rows from `counts` on are padding."""
+        if experts is None or not experts.pool:
+            return self
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        where = (order if offsets is None else offsets).expand_as(tokens)
+        where = where if lengths is None else lengths[:, None] + where
+        valid = None if counts is None else order < counts[:, None]
+        return self._replace(pools=Pools.of(where, valid, experts.pool_rows))
 
     def attend_(self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape. `sinks`

@@ -34,7 +34,7 @@ from pdkernels.models.architectures.attention import (
 )
 from pdkernels.models.architectures.caches import new_cache, new_pool
 from pdkernels.models.architectures.config import TransformerConfig
-from pdkernels.models.architectures.experts import ExpertLayer, Pools
+from pdkernels.models.architectures.experts import ExpertLayer
 from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.layer import Layer, Matrix
 from pdkernels.models.architectures.lora import AdaptedRows, LoraAdapter
@@ -398,7 +398,7 @@ class Transformer(nn.Module):
         if cache is None:
             visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
             rows = self._new_rows(self._uncached_rotation(tokens, positions), visibility)
-            rows = self._pooled(rows, tokens, None, positions)
+            rows = rows.pooled(self.config.experts, tokens, None, positions)
             return self._run(tokens, self._windowed(rows, tokens.shape[1], None, positions), gate, states)
         # The cache has no autograd graph, so a forward on it has none either.
         with torch.no_grad():
@@ -406,7 +406,7 @@ class Transformer(nn.Module):
             rows = self._new_rows(rotation, visibility, cache, counts)
             lora = AdaptedRows.of(cache.adapters, tokens.shape[1], None, tokens.device)
             rows = rows if lora is None else rows._replace(lora=lora)
-            rows = self._pooled(rows, tokens, cache.lengths, positions, counts if mask is None else None)
+            rows = rows.pooled(self.config.experts, tokens, cache.lengths, positions, counts if mask is None else None)
             return self._run(tokens, self._windowed(rows, tokens.shape[1], cache.lengths, positions), gate, states)
 
     def recompute(
@@ -522,24 +522,6 @@ class Transformer(nn.Module):
         return NewRows(
             rotation, config.rope_style, config.kv_heads, visibility, cache, counts, (), None if factor == 1 else factor
         )._replace(softcap=config.attention_softcap)
-
-    def _pooled(
-        self,
-        rows: NewRows,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor | None,
-        offsets: torch.Tensor | None,
-        counts: torch.Tensor | None = None,
-    ) -> NewRows:
-        """The rows with pools of experts, if blocks share them; `offsets` are their positions after `lengths`."""
-        experts = self.config.experts
-        if experts is None or not experts.pool:
-            return rows
-        order = torch.arange(tokens.shape[1], device=self.device)
-        where = (order if offsets is None else offsets).expand_as(tokens)
-        where = where if lengths is None else lengths[:, None] + where
-        valid = None if counts is None else order < counts[:, None]
-        return rows._replace(pools=Pools.of(where, valid, experts.pool_rows))
 
     def _windowed(
         self, rows: NewRows, count: int, lengths: torch.Tensor | None, offsets: torch.Tensor | None
