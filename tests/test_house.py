@@ -50,7 +50,7 @@ SOURCES = sorted(
 # 450 lines are a guide: a longer file needs a reason to stay one, such as a check and what it checks. This many have none.
 LONGEST = 700
 # Lines of the largest room, at most.
-LARGEST_ROOM = 11_500
+LARGEST_ROOM = 12_100
 # Folders of a checkout that the installed package has not.
 OUTSIDE = ("tests", "bench", "docs", "scripts", "examples")
 

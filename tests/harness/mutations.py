@@ -48,6 +48,14 @@ MUTATIONS = {
         "replace(other._known[other_number], copied=True)",
         "decoding/test_block_states.py",
     ),
+    "a request that joins goes on in the cycle before it": Mutation(
+        "self.spans[row] = copy.copy(other.spans[other_row])",
+        "self.spans[row] = self.spans[row]",
+        "decoding/test_running_batch.py",
+    ),
+    "a row chooses among the experts of every block": Mutation(
+        "ranked.masked_fill(outside[self.of_rows], -torch.inf)", "ranked", "models/test_llada2.py"
+    ),
     "states are computed without the request's adapter": Mutation(
         "self._cache.adapt_((like.adapters or []) * self._states)",
         "self._cache.adapt_([])",

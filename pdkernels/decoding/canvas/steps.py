@@ -21,7 +21,7 @@ from pdkernels.ops import TokenStatistics
 
 
 class Forward(Protocol):
-    """What the steps use of `forward.py`."""
+    """What the steps use of `forward.py`; those that no host leads also call it."""
 
     cache: Any
 
@@ -57,7 +57,8 @@ class CanvasSteps(Steps):
 
     def _build(self, session: Session, canvas: Canvas, forward: Forward, widest: int, random: bool = False) -> None:
         """`widest`: maximum number of positions of a window."""
-        self.canvas, self.forward, self.random, self.limit = canvas, forward, random, canvas.limit
+        self.canvas, self.random, self.limit = canvas, random, canvas.limit
+        self.forward: Any = forward
         device, batch = canvas.tokens.device, session.batch
         self.slot = torch.arange(widest, device=device)
         self.offsets = torch.arange(self.limit, device=device)
@@ -186,7 +187,7 @@ class CanvasSteps(Steps):
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         pairs = zip(before, rows, strict=True)
         record, taking_part = session.canvas, [old.taking > 0 and new.ran >= 0 for old, new in pairs]
-        ran = max((row.ran for takes, row in zip(taking_part, rows, strict=True) if takes), default=0)
+        ran: int = max((row.ran for takes, row in zip(taking_part, rows, strict=True) if takes), default=0)
         if any(taking_part):
             record.begin(taking_part)
             if ran == 0:
@@ -196,7 +197,8 @@ class CanvasSteps(Steps):
         for sequence, (old, new, taking) in enumerate(zip(before, rows, taking_part, strict=True)):
             if taking:
                 self._recorded(session, sequence, old.answer, new)
-        return ran * sum(taking_part)
+        taken_part: int = ran * sum(taking_part)
+        return taken_part
 
     def _recorded(self, session: Session, sequence: int, answer: list[int], row: Row) -> None:
         """Records a step from `answer` to that of `row`."""

@@ -20,7 +20,7 @@ class Pools(NamedTuple):
 
     of_rows: torch.Tensor
     """``(batch * rows,)``, the number of each row's pool."""
-    count: int
+    pools: int
 
     @classmethod
     def of(cls, positions: torch.Tensor, valid: torch.Tensor | None, rows: int) -> Pools:
@@ -28,7 +28,7 @@ class Pools(NamedTuple):
         one of their own. Waits for the device.
 
         >>> Pools.of(torch.tensor([[0, 1, 2, 3], [3, 4, 5, 0]]), torch.tensor([[True] * 4, [True] * 3 + [False]]), 4)
-        Pools(of_rows=tensor([1, 1, 1, 1, 2, 3, 3, 0]), count=4)
+        Pools(of_rows=tensor([1, 1, 1, 1, 2, 3, 3, 0]), pools=4)
         """
         sequence = torch.arange(len(positions), device=positions.device)[:, None]
         keys = positions.long() // rows + (sequence << 32)
@@ -40,7 +40,7 @@ class Pools(NamedTuple):
     def only(self, ranked: torch.Tensor, size: int) -> torch.Tensor:
         """`ranked` scores ``(batch * rows, experts)`` without the experts that are not among the `size` best of their pool."""
         index = self.of_rows[:, None].expand_as(ranked)
-        best = ranked.new_full((self.count, ranked.shape[1]), -torch.inf).scatter_reduce(0, index, ranked, "amax")
+        best = ranked.new_full((self.pools, ranked.shape[1]), -torch.inf).scatter_reduce(0, index, ranked, "amax")
         outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, best.topk(size).indices, False)
         return ranked.masked_fill(outside[self.of_rows], -torch.inf)
 

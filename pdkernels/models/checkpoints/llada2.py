@@ -90,10 +90,9 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
     if dense == layers:
         return None
     pool = fields.integer("expert_capacity", 0, minimum=0)  # LLaDA2.2: a block's tokens share so many experts
+    choice: dict[str, Any] = {"groups": fields.integer("n_group", 8), "chosen_groups": fields.integer("topk_group", 4)}
     if pool:  # which come before groups
         choice = {"pool": pool, "pool_rows": fields.integer("block_size")}
-    else:
-        choice = {"groups": fields.integer("n_group", 8), "chosen_groups": fields.integer("topk_group", 4)}
     return ExpertsConfig(
         fields.integer("num_experts"),
         fields.integer("num_experts_per_tok", 2),
