@@ -20,6 +20,7 @@ from pdkernels.cache.windowed import WindowedCache
 from pdkernels.ops.recurrent_state import state_commit_, state_trim_
 
 _OF_PAGES = ("reserve_", "reclaim_", "resize_row_", "hold_row_", "pages", "shared_pool", "page_size", "num_pages")
+_OF_WINDOWS = ("slide_", "need", "promise_row_", "hold_windows_", "window_pages", "piece", "drafts")
 
 PENDING_ROWS = 64
 """Rows of a draft that can be rejected, unless `HybridCache.reserve_drafts_` makes room for more."""
@@ -131,7 +132,7 @@ class HybridCache:
         return self.kv.dtype
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_PAGES:
+        if name in (*_OF_PAGES, *_OF_WINDOWS):
             return getattr(self.kv, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 

@@ -119,6 +119,9 @@ class WindowedCache(AdaptedSequences):
         [20, 125]
     """
 
+    _least: Tensor | None = None
+    """``(batch,)``: how long texts have to be after the next commit; None: it commits what it likes."""
+
     def __init__(
         self,
         windows: Sequence[int | None],
@@ -148,8 +151,6 @@ class WindowedCache(AdaptedSequences):
         self.furthest = torch.zeros_like(self.lengths)
         """``(batch,)``: each text goes back to `drafts` before this length, or before its own where that is longer. It is
         the longest that a text has been that was cut, and more where less was kept."""
-        self._least: Tensor | None = None
-        """``(batch,)``: how long texts have to be after the next commit; None: it commits what it likes."""
         self.full: KVCacheBase | None = None
         if number := self.windows.count(None):
             if page_size is None:

@@ -20,6 +20,7 @@ from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.prefixes import Prefixes
 from pdkernels.engine.tree import PrefixTree, Root
 from pdkernels.generation.session import Session
+from pdkernels.models.architectures.caches import windows_of
 from pdkernels.models.protocols import lacking
 
 PAGE = 64
@@ -230,8 +231,8 @@ def _sizes(
     """
     sizes, fitting, config = list[int](), room // page_bytes, model.config
     if not lacking(model, "new_pool", ("window_pages",)):
-        layers = getattr(config, "cache_layers", config.layers)
-        sizes = [window.size for window in config.windows[:layers] if window is not None]
+        windows_by_layer = windows_of(config)
+        layers, sizes = len(windows_by_layer), [window.size for window in windows_by_layer if window is not None]
     if not sizes:
         return max(least, min(pages, fitting)), {}
     full_bytes = window_bytes = page_bytes // layers

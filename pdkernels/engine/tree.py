@@ -132,17 +132,11 @@ class PrefixTree:
 
     def find(self, root: Root, text: Sequence[int]) -> CachedPrefix:
         """The longest known beginning of a text."""
-        path, partial, length = self._walk(root, text)
-        branch, states = 0, None
-        if self.state_rows:
-            furthest, common = self._states(root, path, partial, length), length
-            length, state = (0, None) if furthest is None else furthest
-            branch = common if common >= length + SHORTEST else 0
-            if state is not None:
-                state.worth, states = self._age + state.cost, state.saved
-        if self.groups:
-            common, length = length, self._with_windows([*path, *([] if partial is None else [partial])], length)
-            branch = common if common >= length + SHORTEST else 0
+        path, partial, common = self._walk(root, text)
+        length, state = self._furthest(root, path, partial, common)
+        branch = common if common >= length + SHORTEST else 0
+        if state is not None:
+            state.worth = self._age + state.cost
         if length < SHORTEST:
             return CachedPrefix([], None, 0, None, branch)
         size = self.pool.page_size
@@ -158,7 +152,22 @@ class PrefixTree:
             + [page.windows[window] for page in used[first:]]
             for window, pool in self.groups.items()
         }
+        states = None if state is None else state.saved
         return CachedPrefix([page.number for page in whole_pages], last, length, states, branch, windows)
+
+    def _furthest(
+        self, root: Root, path: Sequence[Page], partial: Page | None, length: int
+    ) -> tuple[int, State | None]:
+        """The longest beginning of the first `length` tokens of these pages to go on from: all windows are there, and
+        states; and these."""
+        pages, state = [*path, *([] if partial is None else [partial])], None
+        while length:
+            if self.state_rows:
+                length, state = self._states(root, path, partial, length)
+            if not self.groups or (there := self._with_windows(pages, length)) == length:
+                return length, state
+            length = there
+        return 0, None
 
     def _with_windows(self, pages: Sequence[Page], length: int) -> int:
         """The longest beginning of the first `length` tokens of these pages after which all windows are there."""
@@ -346,9 +355,9 @@ class PrefixTree:
                 most, partial = same, other
         return path, partial, page.end + most
 
-    def _states(self, root: Root, path: Sequence[Page], partial: Page | None, length: int) -> tuple[int, State] | None:
-        """The states that go furthest into the first `length` tokens of the text of these pages, and how far. States
-        that go back to there may be in a page behind."""
+    def _states(self, root: Root, path: Sequence[Page], partial: Page | None, length: int) -> tuple[int, State | None]:
+        """How far states go into the first `length` tokens of the text of these pages, and those that go furthest.
+        States that go back to there may be in a page behind."""
         nodes = [page for page in (self._roots.get(root), *path, partial) if page is not None]
         for page in (*(nodes[-1].after.values() if nodes else ()), *reversed(nodes)):
             reached = [
@@ -356,7 +365,7 @@ class PrefixTree:
             ]
             if reached:
                 return max(reached, key=lambda pair: pair[0])
-        return None
+        return 0, None
 
     def _with(self, before: Page, tokens: tuple[int, ...], number: int) -> Page:
         """The page with these tokens after another one, or one that begins with them; a new one has this number."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdkernels.cache import PooledWindowedCache, WindowedPool
+from pdkernels.cache.hybrid import SavedStates
 from pdkernels.cache.windowed_pool import SPARE, first_page, most_pages
 from pdkernels.decoding import generate
 from pdkernels.engine import Engine, Generation
@@ -385,13 +386,79 @@ def test_what_is_refused() -> None:
         PooledWindowedCache(3, 1, 1)  # type: ignore[arg-type]
 
 
-def test_a_hybrid_model_keeps_all_rows() -> None:
-    """Its caches hold states beside one pool of all layers with attention."""
-    sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 24, "vocab_size": 40}
-    sizes |= {"mixers": ("conv", "attention"), "windows": (None, Window(7))}
-    config = HybridConfig(hidden_size=32, layers=2, **sizes)
-    with engine(Hybrid(config)) as one:
-        assert not isinstance(one._memory.pages.pool, WindowedPool)
+def hybrid(window: Window, dtype: torch.dtype = torch.float32, **more: Any) -> Hybrid:
+    sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 40}
+    sizes |= {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16}
+    mixers, windows = ("conv", "attention", "delta", "attention"), (None, window, None, None)
+    torch.manual_seed(3)
+    config = HybridConfig(hidden_size=64, layers=4, **{"mixers": mixers, "windows": windows, **sizes, **more})
+    model = Hybrid(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(4)
+    return model.to(dtype).requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "lookup", "jacobi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [1, 7, 16])
+@pytest.mark.parametrize("kept", [0, 20000])
+@pytest.mark.covering
+def test_hybrid_models_keep_the_last_rows(
+    method: str, dtype: torch.dtype, window: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside their states. A text goes on where both are there."""
+    model, long, name, options = hybrid(Window(window), dtype), drawn(1, 500), *METHODS[method]
+    texts = [long, drawn(2, 3), [*long[:330], *drawn(3, 150)], drawn(4, 250), [*long[:330], *drawn(5, 9)]]
+    with engine(model, kept_prompt_tokens=kept, cache_tokens=4000) as one:
+        pool = pool_of(one)
+        most = peaks(pool, monkeypatch)
+        for group in pool.groups.values():
+            group.k[:, group.scratch], group.v[:, group.scratch] = nan, nan
+        settings = [{"max_new_tokens": limit, "end_tokens": (), **options} for limit in (NEW, 9, 17, NEW, 5)]
+        handles = [one.submit(text, name, **more) for text, more in zip(texts, settings)]
+        for text, more, handle in zip(texts, settings, handles):
+            assert handle.result(120).tokens.equal(generate(model, text, name, **more).tokens)
+        reused = asked(one, model, [*long[:330], *drawn(6, 20)], name, **options).reused
+        assert (reused >= 200) == bool(kept)
+    check_given_back(one)
+    assert 0 < most[window] <= most_pages(window, 2 * PIECE, PAGE) < 500 // PAGE
+
+
+def test_a_hybrid_model_that_gives_up_its_pages_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid(Window(16))
+    monkeypatch.setattr("pdkernels.engine.pages._sizes", lambda *_: (86, {16: 200}))
+    with engine(model, kept_prompt_tokens=3000, max_prompt_tokens=340, max_new_tokens=200) as one:
+        texts, more = [drawn(seed, 320) for seed in range(2)], {"max_new_tokens": 200, "end_tokens": ()}
+        handles = [one.submit(text, **more) for text in texts]
+        for text, handle in zip(texts, handles):
+            assert handle.result(120).tokens.equal(generate(model, text, **more).tokens)
+    assert one.metrics().preemptions > 0
+    check_given_back(one)
+
+
+def test_states_and_windows_of_a_folder(tmp_path: Path) -> None:
+    model, text = hybrid(Window(16)), drawn(0, 300)
+    for turn in range(3):
+        with engine(model, prefix_dir=tmp_path, kept_prompt_tokens=20000) as one:
+            handle = asked(one, model, text)
+            assert (handle.reused >= 200) == bool(turn)
+        check_given_back(one)
+        text = [*text, *handle.result().tokens.tolist(), *drawn(turn + 1, 20)]
+
+
+def test_a_text_goes_on_where_states_and_windows_are() -> None:
+    pool = WindowedPool([16, None], 400, {16: 400}, PAGE, 1, 4)
+    tree, text = PrefixTree(pool, 10**6, 10**9, state_rows=2), [0] * 240
+    pages, windows = pool.allocate(30), {16: pool.groups[16].allocate(30)}
+    for end, earliest in ((64, 60), (128, 128), (240, 230)):
+        states = SavedStates(earliest, torch.zeros(1), [], 0)
+        tree.keep((), text[:end], pages, states, windows if end != 240 else None)
+    # Windows up to 128 alone, states back to 230, at 128, and from 60 to 64.
+    found = [tree.find((), text[:length]) for length in (240, 200, 128, 127, 62, 59)]
+    assert [each.length for each in found] == [128, 128, 128, 64, 62, 0]
+    assert [None if each.states is None else each.states.earliest for each in found] == [128, 128, 128, 60, 60, None]
+    assert [each.branch for each in found] == [240, 200, 0, 127, 0, 59]
 
 
 def test_a_branch_of_a_tree_moves_in_all_layers() -> None:

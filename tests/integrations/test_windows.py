@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -212,3 +213,123 @@ def test_an_engine_keeps_the_last_rows(family: str, window: int, monkeypatch: py
             for cache in made:
                 rows = [pages.pages * pages.page_size for pages in getattr(cache, "turning", {}).values()]
                 assert all(count <= window + 2 * max(cache.drafts, 90) + 128 + 2 * 16 for count in rows)
+
+
+# ---- `PdCache` keeps the last rows
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("attention", ["pdkernels", "sdpa", "eager"])
+@pytest.mark.parametrize("window", [1, 7, 16])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3Text", "GptOss", "Llama4Text"])
+@pytest.mark.covering
+@pytest.mark.filterwarnings("ignore")
+def test_a_text_of_any_length_on_our_cache(family: str, window: int, attention: str, kind: Any) -> None:
+    model, texts = model_with(family, window), [[(11 * i + k) % 50 + 3 for i in range(420)] for k in (0, 5)]
+    expected = [theirs(model, text, cached=window > 1) for text in texts]
+    attention = "eager" if family == "GptOss" and attention == "sdpa" else attention
+    register()
+    model.set_attn_implementation(attention)
+    for text, tokens in zip(texts, expected, strict=True):
+        cache = PdCache(model.config, 1, 460, kind=kind, page_size=4)
+        for again in range(2):
+            assert theirs(model, text, **{CACHE: cache}) == tokens, again
+            kept = [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding]
+            assert kept and max(kept) <= window - 1 + 127 and {cache.get_seq_length(n) for n in (0, 1)} == {449}
+            cache.reset()
+        for name, count in (("prompt_lookup_num_tokens", 12), ("prompt_lookup_num_tokens", 40)):
+            more: Any = {name: count, CACHE: PdCache(model.config, 1, 500, kind=kind, page_size=4)}
+            assert theirs(model, text, **more) == tokens
+
+
+@pytest.mark.parametrize("window", [1, 7, 16])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3Text", "GptOss"])
+@pytest.mark.filterwarnings("ignore")
+def test_our_cache_has_the_bits_of_our_own(family: str, window: int) -> None:
+    model, text = model_with(family, window).to(torch.bfloat16), [(11 * i) % 50 + 3 for i in range(420)]
+    own = pd.decoding.generate(wrap(model), text, max_new_tokens=NEW, end_tokens=()).tokens.tolist()
+    register()
+    model.set_attn_implementation("pdkernels")
+    assert theirs(model, text, **{CACHE: PdCache(model.config, 1, 460)}) == own
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3Text", "GptOss", "Llama4Text"])
+@pytest.mark.parametrize("window", [1, 7, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.covering
+@pytest.mark.filterwarnings("ignore")
+def test_rows_have_the_bits_of_a_cache_that_keeps_all(
+    family: str, kind: Any, window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_with(family, window).to(dtype)
+    register()
+    model.set_attn_implementation("pdkernels")
+    ids = torch.tensor([[(11 * i) % 50 + 3 for i in range(500)], [(7 * i) % 50 + 3 for i in range(500)]])
+    pieces = [(130, 0), (1, 0), (1, 0), (20, 13), (7, 7), (1, 0), (100, 5), (1, 0), (21, 20), (150, 0), (1, 0), (9, 0)]
+
+    def logits() -> torch.Tensor:
+        cache, found, at = PdCache(model.config, 2, 512, kind=kind, page_size=4, drafts=20), [], 0
+        for rows, back in pieces:
+            with torch.no_grad():
+                found.append(model(ids[:, at : at + rows], **{CACHE: cache}).logits)
+            at += rows - back
+            if back:
+                cache.crop(-back)
+        sizes = [layer.room for layer in cache.layers if layer.is_sliding]
+        assert all(size == window - 1 + 20 + 127 + 128 for size in sizes)
+        kept.append(len(sizes))
+        return torch.cat(found, 1)
+
+    kept: list[int] = []
+    few = logits()
+    monkeypatch.setattr("pdkernels.integrations.transformers._cache.room_of", lambda *_: 1000)
+    assert torch.equal(few, logits()) and kept[0] > 0 == kept[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_beams_on_a_cache_that_keeps_the_last_rows() -> None:
+    model, text = model_with("Mistral", 7), [(11 * i) % 50 + 3 for i in range(420)]
+    expected = theirs(model, text, num_beams=3)
+    register()
+    model.set_attn_implementation("pdkernels")
+    assert theirs(model, text, num_beams=3, **{CACHE: PdCache(model.config, 3, 460)}) == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_how_far_a_window_goes_back() -> None:
+    model, ids = model_with("Gemma3Text", 7), torch.tensor([[(11 * i) % 50 + 3 for i in range(420)]])
+    cache = PdCache(model.config, 1, 460, drafts=5)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+        sliding = next(layer for layer in cache.layers if layer.is_sliding)
+        assert sliding.earliest == 384 + 6 <= 420 - 5
+        fault = "tokens_to_remove must leave 0 tokens or at least 390, since rows before its windows are gone, got 389"
+        with pytest.raises(ValueError, match=f"{fault}. Make it with more drafts"):
+            cache.crop(-31)
+        assert {cache.get_seq_length(n) for n in (0, 1)} == {420}
+        cache.crop(-30)
+        copied = copy.deepcopy(cache)
+        logits = [model(ids[:, 390:], **{CACHE: each}).logits for each in (cache, copied)]
+        whole = model(ids, use_cache=False).logits[:, 390:]
+        assert torch.equal(*logits)
+        torch.testing.assert_close(logits[0], whole, atol=3e-5, rtol=0)
+        cache.crop(-420)
+        assert sliding.earliest == 0 and torch.equal(model(ids, **{CACHE: cache}).logits[:, 390:], whole)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_window_refuses() -> None:
+    cache = PdCache(model_with("Mistral", 7).config, 1, 300)
+    rows = torch.randn(1, 2, 3, 16)
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="cannot require a gradient"):
+        cache.update(rows.clone().requires_grad_(), rows, 0)
+    cache.update(rows, rows, 0)
+    with pytest.raises(ValueError, match="same key and value heads in all layers"):
+        cache.update(rows[:, :1], rows[:, :1], 0)
+    with pytest.raises(ValueError, match="batch must be that of the model's inputs, got 1 for 2"):
+        cache.update(rows.expand(2, -1, -1, -1), rows.expand(2, -1, -1, -1), 0)
+    with pytest.raises(ValueError, match="capacity must be at least 304, got 300"):
+        cache.update(torch.randn(1, 2, 301, 16), torch.randn(1, 2, 301, 16), 0)
+    with pytest.raises(ValueError, match="drafts must be 0 or more, got -1"):
+        PdCache(model_with("Mistral", 7).config, 1, 300, drafts=-1)

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from pdkernels._validation import check, check_choice, check_type, fail, integer
+from pdkernels import _memory
+from pdkernels._validation import (  # fmt: skip
+    check,
+    check_choice,
+    check_fits_memory,
+    check_type,
+    fail,
+    integer,
+    sentence,
+)
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
+from pdkernels.cache.windowed import BLOCK
 from pdkernels.integrations.transformers._rows import PagedRows, Pages, narrowed, widened
 
 try:  # of transformers 5.6
@@ -31,22 +41,24 @@ class PdCache(Cache):  # type: ignore[misc]
 
     It holds what a `DynamicCache` holds, padding included, in memory that is allocated once. Rows left by a rejected
     draft are dropped by `crop`, which only changes numbers and takes its argument as `DynamicCache.crop` of the
-    installed transformers does. States of recurrent layers are kept by transformers' own layers; those of convolutions
+    installed transformers does. Layers with a window keep the last rows: the window, `drafts` more, and up to 127 in
+    front, so that attention reads blocks of the same positions; rows have the bits that they have if all are kept. States of recurrent layers are kept by transformers' own layers; those of convolutions
     can be cropped after `activate_past_recording`.
 
     Any attention implementation may read it. "pdkernels" reads pages in place, others get them gathered.
 
     Args:
-        config: of the model. Layers with a window keep the rows of the whole text; attention reads those in the window.
+        config: of the model.
         batch: sequences, including beams and returned sequences.
         capacity: the maximum number of tokens of a sequence, including the prompt and its padding.
         kind: "contiguous", or "paged", which assigns memory page by page, for texts without padding but on the left.
         page_size: tokens of a page.
+        drafts: tokens by which `crop` goes back in layers with windows, at most, from the longest that the text has been.
         dtype, device: of the rows; None: those of the first forward.
 
     Raises:
         ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch, layers
-            with other heads.
+            with other heads; in `crop`: a length before what is kept.
         NotImplementedError: a model with layers that keep something else; in `crop`: one whose recurrent layers cannot
             go back; offloading.
 
@@ -72,13 +84,14 @@ class PdCache(Cache):  # type: ignore[misc]
         *,
         kind: Literal["contiguous", "paged"] = "contiguous",
         page_size: int = 16,
+        drafts: int = 64,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         check_choice(OP, "kind", kind, ("contiguous", "paged"))
         self.batch, self.capacity = integer(OP, "batch", batch, 1), integer(OP, "capacity", capacity, 1)
-        self.page_size = integer(OP, "page_size", page_size, 1)
+        self.page_size, self.drafts = integer(OP, "page_size", page_size, 1), integer(OP, "drafts", drafts, 0)
         floating = dtype is None or dtype.is_floating_point
         check_type(floating, OP, "dtype", "be floating-point: its layers read numbers", dtype)
         self.kind, self._dtype, self._device, self._config = kind, dtype, device, config
@@ -87,45 +100,47 @@ class PdCache(Cache):  # type: ignore[misc]
         super().__init__(layers=_layers(self, config))
 
     def _allocate(self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        layers = 1 + max(layer.slot for layer in self.layers if isinstance(layer, PdLayer))
-        dtype, place = self._dtype or dtype, self._device or device
+        layers = sum(isinstance(layer, PdLayer) and not layer.is_sliding for layer in self.layers)
         if self.kind == "contiguous":
             self.storage = ContiguousKVCache(
-                layers, self.batch, self.capacity, kv_heads, head_dim, dtype=dtype, device=place
+                layers, self.batch, self.capacity, kv_heads, head_dim, dtype=dtype, device=device
             )
             return
         pages = -(-self.capacity // self.page_size)
         self.storage = PagedKVCache(
             layers, self.batch, self.batch * pages, self.page_size, kv_heads, head_dim,
-            max_pages_per_sequence=pages, dtype=dtype, device=place,
+            max_pages_per_sequence=pages, dtype=dtype, device=device,
         )  # fmt: skip
 
     def ready(self, key: Tensor, value: Tensor) -> ContiguousKVCache | PagedKVCache:
         """The memory of all layers, for rows like these ``(batch, kv_heads, rows, head_dim)``."""
-        batch, kv_heads = key.shape[:2]
-        check(batch == self.batch, OP, "batch", "be that of the model's inputs", f"{self.batch} for {batch}")
-        heads = (kv_heads, max(key.shape[3], value.shape[3]))
+        heads, dtype, device = self.sizes(key, value)
         if self.storage is None:
-            self._allocate(*heads, key.dtype, key.device)
+            self._allocate(*heads, dtype, device)
         storage = self.storage
         assert storage is not None
-        have = (storage.kv_heads, storage.head_dim)
-        check(
-            heads == have,
-            OP,
-            "config",
-            "have the same key and value heads in all layers",
-            f"{have} and {heads}",
-            ANOTHER,
-        )
-        check(key.device == storage.device, OP, "device", f"be {storage.device} for all layers", key.device, ANOTHER)
+        check_alike((storage.kv_heads, storage.head_dim), heads, storage.device, key.device)
         return storage
+
+    def sizes(self, key: Tensor, value: Tensor) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+        """The heads and their size, dtype and device of memory for rows like these."""
+        batch, kv_heads = key.shape[:2]
+        check(batch == self.batch, OP, "batch", "be that of the model's inputs", f"{self.batch} for {batch}")
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            fault = "rows that are written in place cannot require a gradient"
+            raise NotImplementedError(sentence(OP, fault, "Call the model under torch.no_grad()."))
+        place = key.device if self._device is None else torch.device(self._device)
+        return (kv_heads, max(key.shape[3], value.shape[3])), self._dtype or key.dtype, place
+
+    def check_room(self, length: int) -> None:
+        """Refuses a text of so many tokens, if it is too long."""
+        remedy = "Make it for all tokens of the generation, padding included."
+        check(length <= self.capacity, OP, "capacity", f"be at least {length}", self.capacity, remedy)
 
     def write(self, layer: int, first: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores rows of one layer from position `first` on; returns all its keys and values for attention."""
         storage, length = self.ready(key, value), first + key.shape[2]
-        remedy = "Make it for all tokens of the generation, padding included."
-        check(length <= self.capacity, OP, "capacity", f"be at least {length}", self.capacity, remedy)
+        self.check_room(length)
         if isinstance(storage, PagedKVCache) and length > self._reserved:
             storage.reserve_(length)
             self._reserved = length
@@ -236,13 +251,18 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
         storage = self.owner.storage
         if storage is None or not self.length:
             return
-        chosen = torch.arange(self.owner.batch, device=storage.device)[indices]
-        same = tuple(chosen.shape) == (self.owner.batch,)
-        check(same, OP, "batch", "stay the same when sequences are selected", f"{self.owner.batch} -> {len(chosen)}")
+        chosen = self._chosen(indices, storage.device)
         if isinstance(storage, PagedKVCache):
             fail(OP, "kind", "be 'contiguous' for beams", "'paged'")
         for rows in (storage.k[self.slot], storage.v[self.slot]):
             rows[:, : self.length] = rows[chosen, : self.length]
+
+    def _chosen(self, indices: Tensor, device: torch.device) -> Tensor:
+        batch = self.owner.batch
+        chosen = torch.arange(batch, device=device)[indices]
+        same = tuple(chosen.shape) == (batch,)
+        check(same, OP, "batch", "stay the same when sequences are selected", f"{batch} -> {len(chosen)}")
+        return chosen
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Not possible in place."""
@@ -256,6 +276,88 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
         raise NotImplementedError(f"{OP}: {fault}. {ANOTHER}")
 
     prefetch = offload
+
+
+class PdWindow(PdLayer):
+    """A layer with a window, which keeps the last rows one after the other, from position `base` on."""
+
+    is_sliding = True
+
+    def __init__(self, owner: PdCache, window: int) -> None:
+        super().__init__(owner, -1)
+        self.window, self.base = window, 0
+        self.room = room_of(window, owner.drafts)
+        self._sides: list[Tensor] = []  # (batch, room, kv_heads, head_dim) each
+
+    def _first(self, length: int, back: int = 0) -> int:
+        """The first position that rows from `length` - `back` on read, where a block of attention begins."""
+        return max(self.base, (length - back - self.window + 1) // BLOCK * BLOCK)
+
+    def _rows(self, side: int) -> Tensor | None:
+        if not self.is_initialized:
+            return None
+        rows = self._sides[side][:, self._first(self.length) - self.base : self.length - self.base]
+        return narrowed(rows.transpose(1, 2), self.widths[side])
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        value_states = key_states if value_states is None else value_states
+        (kv_heads, width), dtype, device = self.owner.sizes(key_states, value_states)
+        shape = (self.owner.batch, self.room, kv_heads, width)
+        if not self._sides:
+            nbytes = 2 * dtype.itemsize * torch.Size(shape).numel()
+            check_fits_memory(OP, "drafts", self.owner.drafts, nbytes, device)
+            self._sides = [_memory.zeros(shape, dtype, device) for _ in range(2)]
+        self.widths = (key_states.shape[3], value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        heads, _, _ = self.owner.sizes(key_states, value_states)
+        check_alike(tuple(self._sides[0].shape[2:]), heads, self._sides[0].device, key_states.device)
+        self.widths = (key_states.shape[3], value_states.shape[3])
+        first, length = self._first(self.length), self.length + key_states.shape[2]
+        self.owner.check_room(length)
+        # What is kept before the new rows; and after them, if they do not fit behind it.
+        base, end = self._first(self.length, self.owner.drafts), self._first(length, self.owner.drafts)
+        fits, moves = length - base <= self.room, length - self.base > self.room
+        seen = []
+        for side, (kept, new) in enumerate(zip(self._sides, (key_states, value_states), strict=True)):
+            rows = widened(new, kept.shape[3]).transpose(1, 2).to(kept.dtype)
+            if fits:
+                if moves:
+                    kept[:, : self.length - base] = kept[:, base - self.base : self.length - self.base].clone()
+                after = base if moves else self.base
+                kept[:, self.length - after : length - after] = rows
+                whole = kept[:, first - after : length - after]
+            else:
+                whole = torch.cat([kept[:, : self.length - self.base], rows], 1)
+                kept[:, : length - end] = whole[:, end - self.base :]
+                whole = whole[:, first - self.base :]
+            seen.append(narrowed(whole.transpose(1, 2), self.widths[side]))
+        self.base = end if not fits else base if moves else self.base
+        self.length = length
+        return seen[0], seen[1]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        keys, _ = PdLayer.get_mask_sizes(self, query_length)
+        first = self._first(self.length)
+        return keys - first, first
+
+    @property
+    def earliest(self) -> int:
+        """The shortest length but 0 that `crop` can leave."""
+        return self.base + self.window - 1 if self.base else 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.base = 0
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.length:
+            chosen = self._chosen(indices, self._sides[0].device)
+            for kept in self._sides:
+                kept[:, : self.length - self.base] = kept[chosen, : self.length - self.base]
 
 
 class PdBoth(PdLayer, *_STATES):  # type: ignore[misc]
@@ -294,13 +396,15 @@ def _layers(owner: PdCache, config: Any) -> list[Any]:
     slots = 0
     for layer in dynamic:
         exact = type(layer)
-        if exact in (DynamicLayer, DynamicSlidingWindowLayer):
+        if exact is DynamicSlidingWindowLayer and room_of(layer.sliding_window, owner.drafts) < owner.capacity:
+            layer = PdWindow(owner, layer.sliding_window)
+        elif exact in (DynamicLayer, DynamicSlidingWindowLayer):
             layer = PdLayer(owner, slots)
         elif exact in _BOTH:
             layer = PdBoth(owner, slots, layer)
         elif exact not in _STATES and exact.__name__ != "DummyLayer":
             raise NotImplementedError(f"{OP}: layers of {exact.__name__} are not supported. {ANOTHER}")
-        slots += isinstance(layer, PdLayer)
+        slots += isinstance(layer, PdLayer) and not layer.is_sliding
         layers.append(layer)
     return layers
 
@@ -319,7 +423,14 @@ def _crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
         hint = "; convolutions alone can, after activate_past_recording() before the forward" if _STATES else ""
         raise NotImplementedError(f"{OP}: {fault}{hint}.")
     for layer, length in zip(initialized, after):
+        if isinstance(layer, PdWindow):
+            expectation = f"leave 0 tokens or at least {layer.earliest}, since rows before its windows are gone"
+            remedy = "Make it with more drafts, or reset() it and run the text again."
+            check(length in (0, layer.length) or length >= layer.earliest, OP, "tokens_to_remove", expectation, length, remedy)  # fmt: skip
+    for layer, length in zip(initialized, after):
         layer.length = length
+        if isinstance(layer, PdWindow) and not length:
+            layer.base = 0
     for layer in states:
         if getattr(layer, "record_past", False) and _any(layer.is_conv_states_initialized):
             _STATES[0].crop(layer, -back)
@@ -355,6 +466,18 @@ def _has_past(layer: Any, back: int, length: int | None) -> bool:
     text."""
     needed = [size + back if length is None else min(size + back, length) for size in layer.conv_kernel_size.values()]
     return layer.record_past and all(state.shape[-1] >= n for state, n in zip(layer.conv_states.values(), needed))
+
+
+def check_alike(have: Any, heads: tuple[int, int], place: torch.device, device: torch.device) -> None:
+    """Refuses rows with other heads than those that are there, or from another device."""
+    expectation = "have the same key and value heads in all layers"
+    check(have == heads, OP, "config", expectation, f"{have} and {heads}", ANOTHER)
+    check(device == place, OP, "device", f"be {place} for all layers", device, ANOTHER)
+
+
+def room_of(window: int, drafts: int) -> int:
+    """Rows that a layer with a window has room for: those that it keeps, and some before they move to the front."""
+    return window - 1 + drafts + BLOCK - 1 + max(BLOCK, drafts)
 
 
 def windowed(config: Any) -> int | None:

@@ -34,8 +34,8 @@ class MaskIsPlan(NotImplementedError):
 class PlanMask(Tensor):
     """A bool mask ``(batch, 1, rows, keys)`` without storage.
 
-    With a `plan` it is the mask of the plan. Without one, row i is token ``offset + i`` of a text and attends to all
-    tokens up to itself, from ``starts[:, i]`` on if there are `starts` ``(batch, rows)``. With a `step`, the step computes attention in every layer (`WrappedModel`): models pass on a
+    With a `plan` it is the mask of the plan. Without one, row i is key ``offset + i`` and attends to all
+    keys up to itself, from ``starts[:, i]`` on if there are `starts` ``(batch, rows)``. With a `step`, the step computes attention in every layer (`WrappedModel`): models pass on a
     four-dimensional mask even if their layers drop other arguments.
     """
 
@@ -198,16 +198,16 @@ def mask_function(
     if compiling:  # a plan depends on values, which a traced graph does not have
         return dense(0, q_length)
     first = dense(0, min(q_length, _ROWS))
-    if int(q_offset) > 0 and kv_offset == 0 and q_length <= _ROWS:
-        starts = _starts(first[:, 0], int(q_offset))
+    if (offset := int(q_offset) - kv_offset) > 0 and q_length <= _ROWS:
+        starts = _starts(first[:, 0], offset)
         if starts is not None:
-            mask = PlanMask(batch_size, q_length, kv_length, int(q_offset), None, device)
+            mask = PlanMask(batch_size, q_length, kv_length, offset, None, device)
             mask.starts = starts
             return mask
     # Sequences differ only by padding, packing and blocks.
     alike = batch_size == 1 or (q_length <= _ROWS and bool((first == first[:1]).all()))
     plan = plan_of(lambda a, b: (dense(a, b) if a else first)[: 1 if alike else None, 0], q_length, kv_length)
-    mask = PlanMask(batch_size, q_length, kv_length, int(q_offset), plan, device)
+    mask = PlanMask(batch_size, q_length, kv_length, offset, plan, device)
     if _ASKED.get() is not None:
         mask.rule = mask_function
     return mask

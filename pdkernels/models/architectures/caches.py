@@ -20,19 +20,17 @@ from pdkernels.cache import (
     WindowedPool,
 )
 from pdkernels.cache.windowed import PAGE, turns
-from pdkernels.models.architectures.windows import Window
+from pdkernels.models.architectures.windows import Window, Windows
 
 
-def new_pool(
-    model: Any, num_pages: int, page_size: int, slots: int | None = None, window_pages: Mapping[int, int] | None = None
-) -> PagePool:
-    """Pages for caches of a model that share them, on its device and in the dtype of its caches; one slot per layer, or
-    `slots`. Layers with a window that `window_pages` names have so many pages of their own (`WindowedPool`)."""
+def new_pool(model: Any, num_pages: int, page_size: int, window_pages: Mapping[int, int] | None = None) -> PagePool:
+    """Pages for caches of a model that share them, on its device and in the dtype of its caches. Layers with a window
+    that `window_pages` names have so many pages of their own (`WindowedPool`)."""
     config, dtype = model.config, getattr(model, "cache_dtype", None) or model.dtype
-    layers, heads = _rows_of(config, slots)
+    layers, heads = _rows_of(config, None)
     where: dict[str, Any] = {"dtype": dtype, "device": model.device}
     if window_pages:
-        windows = [None if window is None else window.size for window in config.windows[:layers]]
+        windows = [None if window is None else window.size for window in windows_of(config)]
         pooled_windows = [window if window in window_pages else None for window in windows]
         apart = getattr(config, "kind_heads", None) if pooled_windows == windows else None
         heads, window_heads = apart or (heads, None)
@@ -89,6 +87,12 @@ def _rows_of(config: Any, slots: int | None) -> tuple[int, tuple[int, int]]:
     any layer's, where these differ (`narrowed`)."""
     layers = getattr(config, "cache_layers", config.layers) if slots is None else slots
     return layers, getattr(config, "cache_heads", (config.kv_heads, config.head_dim))
+
+
+def windows_of(config: Any) -> Windows:
+    """The windows of the layers that have rows in a model's cache; empty: none has one."""
+    own: Windows | None = getattr(config, "cache_windows", None)
+    return config.windows[: getattr(config, "cache_layers", config.layers)] if own is None else own
 
 
 def _shorter(windows: Sequence[Window | None], drafts: int, page_size: int, capacity: int) -> list[int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -35,6 +35,7 @@ from pdkernels.models.architectures.rope import RopeTables, Rotation, apply_rope
 from pdkernels.models.architectures.states import Activation, States
 from pdkernels.models.architectures.taps import Tapped, checked_taps
 from pdkernels.models.architectures.transformer import select_rows
+from pdkernels.models.architectures.windows import Window
 from pdkernels.ops.linear_token_statistics import linear_token_statistics
 from pdkernels.ops.token_statistics import TokenStatistics
 
@@ -108,6 +109,17 @@ class HybridConfig(TransformerConfig):
     @property
     def rotary_width(self) -> int:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def cache_layers(self) -> int:
+        """How many layers have keys and values."""
+        return self.mixers.count("attention")
+
+    @property
+    def cache_windows(self) -> tuple[Window | None, ...]:
+        """Their windows; empty: none has one."""
+        of_attention = (mixer == "attention" for mixer in self.mixers)
+        return tuple(window for window, attends in zip(self.windows, of_attention) if attends)
 
     @property
     def read_heads(self) -> int:
@@ -393,18 +405,13 @@ class Hybrid(nn.Module):
     ) -> HybridCache:
         """As `Transformer.new_cache`, of keys, values and states; `dtype`, `pool` and `drafts` are those of keys and
         values."""
-        windows = [self.config.windows[layer] for layer in self._attends] if self.config.windows else []
-        kv = new_cache(self, batch, capacity, kind, page_size, len(self._attends), dtype, pool, windows, drafts)
+        windows, layers = self.config.cache_windows, self.config.cache_layers
+        kv = new_cache(self, batch, capacity, kind, page_size, layers, dtype, pool, windows, drafts)
         return HybridCache(kv, dict(self._states()))
 
-    def new_pool(self, num_pages: int, page_size: int) -> PagePool:
-        """Pages of keys and values that several caches of this model share (`new_cache`)."""
-        return new_pool(self, num_pages, page_size, len(self._attends))
-
-    @property
-    def _attends(self) -> list[int]:
-        """The layers with keys and values."""
-        return [layer for layer, mixer in enumerate(self.config.mixers) if mixer == "attention"]
+    def new_pool(self, num_pages: int, page_size: int, *, window_pages: Mapping[int, int] | None = None) -> PagePool:
+        """As `Transformer.new_pool`, for keys and values."""
+        return new_pool(self, num_pages, page_size, window_pages)
 
     def _states(self) -> Iterator[tuple[Any, StateShape]]:
         config, dtype = self.config, self.dtype

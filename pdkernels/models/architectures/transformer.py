@@ -182,7 +182,7 @@ class Transformer(nn.Module):
         `window_pages`: how many the layers with a window of each size have for themselves; of a text these hold what
         rows to come can see (`pdkernels.cache.WindowedPool`). Layers whose window it does not name keep all rows.
         """
-        return new_pool(self, num_pages, page_size, window_pages=window_pages)
+        return new_pool(self, num_pages, page_size, window_pages)
 
     def forward(
         self,
