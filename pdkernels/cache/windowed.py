@@ -122,6 +122,9 @@ class WindowedCache(AdaptedSequences):
     _least: Tensor | None = None
     """``(batch,)``: how long texts have to be after the next commit; None: it commits what it likes."""
 
+    bounded: Tensor | None = None
+    """Counts that are never above `drafts`, whatever is written into this tensor: `expect_` does not read them."""
+
     def __init__(
         self,
         windows: Sequence[int | None],
@@ -247,11 +250,11 @@ class WindowedCache(AdaptedSequences):
 
     def expect_(self, rows: int, counts: Tensor | None = None) -> None:
         """Prepares a forward that stores `counts` ``(batch,)`` of `rows` new rows of each sequence; None: all. Reads
-        the device if they are more than `drafts`."""
+        the device if `rows` are more than `drafts`, unless `counts` are `bounded`."""
         self._expect_nothing()
         if rows > 1:  # of a text that begins anew nothing is gone
             self.furthest.masked_fill_(self.lengths == 0, 0)
-        if rows <= self.drafts:
+        if rows <= self.drafts or (counts is not None and counts is self.bounded):
             return
         long = torch.full_like(self.lengths, rows) if counts is None else counts.to(torch.int64)
         self.reserve_drafts_(int(long.masked_fill(self.lengths == 0, 0).max()))
@@ -259,6 +262,23 @@ class WindowedCache(AdaptedSequences):
             for pages in self.turning.values():
                 pages.expect_(long)
             self._least = torch.where(long > self.drafts, self.lengths + long - self.drafts, 0)
+
+    def rewrite_(self, starts: Tensor, ends: Tensor) -> None:
+        """Prepares rows that are computed anew, of each sequence from `starts` ``(batch,)`` to `ends` ``(batch,)``, whatever its
+        length; `ends` 0: none.
+
+        Raises:
+            ValueError: rows more than `drafts` before the end of these, or of those that have been there; nothing changes
+                then.
+        """
+        self._expect_nothing()
+        furthest = torch.maximum(self.furthest, ends)
+        if self.device.type == "cpu":
+            early = (ends > 0) & (starts < furthest - self.drafts)
+            expectation = f"be at most {self.drafts} before the furthest row of a text, since earlier ones are gone"
+            remedy = "Make the cache with new_cache(drafts=None), or for more drafts."
+            check(not bool(early.any()), "cache.WindowedCache.rewrite_", "starts", expectation, starts.tolist(), remedy)
+        self.furthest.copy_(furthest)
 
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
         """As that of `PagedKVCache`, after `expect_`."""

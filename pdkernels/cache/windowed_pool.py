@@ -199,6 +199,11 @@ class PooledWindowedCache(WindowedCache):
     def expect_(self, rows: int, counts: Tensor | None = None) -> None:
         """Nothing: `slide_` has made room."""
 
+    def rewrite_(self, starts: Tensor, ends: Tensor) -> None:
+        """Refused: what a sequence holds there follows its length. NotImplementedError."""
+        fault = "rows of a cache on a pool with windows are not computed anew"
+        raise NotImplementedError(sentence("cache.PooledWindowedCache.rewrite_", fault, "Make it without a pool."))
+
     commits_lengths = True
 
     def pages(self, row: int) -> list[int]:

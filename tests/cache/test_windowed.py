@@ -276,7 +276,7 @@ def test_cuts_that_go_too_far_are_refused(contiguous: bool) -> None:
         other.copy_row_(0, cache, 0, 290)
     with pytest.raises(NotImplementedError, match="have no more than their last rows"):
         cache.row(0, 10)
-    with pytest.raises(NotImplementedError, match="recompute: layers with windows have only the last rows"):
+    with pytest.raises(ValueError, match="rewrite_: starts must be at most 5 before the furthest row of a text"):
         model.recompute(tokens[:, :3], cache, torch.tensor([0, 0]), visible=torch.tensor([3, 3]))
     cache.trim_([0, 295])
     assert cache.earliest(0) == 0
@@ -422,3 +422,26 @@ def test_a_drafter_that_has_not_read_for_long(monkeypatch: pytest.MonkeyPatch) -
         results[0].tokens.tolist() == results[1].tokens.tolist()
         and results[0].stats.accepted == results[1].stats.accepted
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_of_a_draft_read_no_lengths(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the host would wait for: room for drafts is made once, before the first forward."""
+    expect, sizes, new = WindowedCache.expect_, list[tuple[int, int]](), []
+
+    def watched(self: WindowedCache, rows: int, counts: torch.Tensor | None = None) -> None:
+        begun = int(self.lengths.min()) > 0
+        with monkeypatch.context() as patch:
+            if begun:  # what it reads is a number of these rows
+                patch.setattr(torch.Tensor, "max", None)
+            expect(self, rows, counts)
+        sizes.append((self.drafts, id(self.turning)))
+
+    monkeypatch.setattr(WindowedCache, "expect_", watched)
+    model = with_drafters(model_with((Window(7), None), adapter=True))
+    texts = [torch.randint(39, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (400, 3)]
+    for options in METHODS[method]:
+        sizes.clear()
+        new.append(generate(model, texts, method, max_new_tokens=60, end_tokens=(), **options).tokens)
+        assert len(sizes) > 10 and len(set(sizes[1:])) == 1
+    assert all(torch.equal(a, b) for found in new for a, b in zip(found, new[0], strict=True))

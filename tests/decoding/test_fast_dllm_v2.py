@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pdkernels.cache import WindowedCache
 from pdkernels.decoding import available, generate, supports
 from pdkernels.decoding.methods import METHODS
 from pdkernels.masks import block_causal
-from pdkernels.models import Transformer, load
+from pdkernels.models import Transformer, TransformerConfig, load
+from pdkernels.models.architectures.windows import Window
 from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
 from tests.harness.sessions import error_of
 from tests.support.base import KeepsCache, page_sizes, seeds, streams
@@ -269,3 +272,93 @@ def test_filters_have_the_order_of_transformers() -> None:
     seen = torch.bincount(torch.cat(list(found)), minlength=len(law)).double()
     assert 1 < (law > 0).sum() < 3 and (seen[law == 0] == 0).all()
     assert ((seen / draws - law).abs() < 4 * (law * (1 - law) / draws).sqrt() + 1e-9).all()
+
+
+# ---- windows
+
+
+def with_windows(model: Transformer, windows: tuple[Window | None, ...]) -> Transformer:
+    config = TransformerConfig(**{**vars(model.config), "windows": windows, "max_positions": 1024})
+    copied = Transformer(config, mask_token=MASK).requires_grad_(False)
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+def windowed_parts(model: Transformer, windows: tuple[Window | None, ...]) -> Any:
+    """The plain model, whose rows see the last positions alone in layers with a window."""
+    plain = copy.copy(with_parts(model))
+    attend, recompute, starts = plain.attend, plain.recompute, [0]
+
+    def seen(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows, keys = starts[0] + torch.arange(len(q)), torch.arange(len(k))
+        window = windows[layer]
+        return attend(layer, q, k, v, None if window is None else keys >= window.first(rows)[:, None])
+
+    def started(tokens: Any, start: int, past: Any) -> torch.Tensor:
+        starts[0] = start
+        return recompute(tokens, start, past)
+
+    vars(plain).update(attend=seen, recompute=started)
+    return plain
+
+
+@pytest.mark.parametrize("window", [1, 7, 16])
+@pytest.mark.parametrize("predicts", ["next", "own"])
+@pytest.mark.parametrize("sizes", [(8, 8), (12, 4)])
+@pytest.mark.parametrize("page_size", [None, 8])
+@pytest.mark.covering
+def test_layers_with_windows_keep_the_last_rows(
+    window: int, predicts: str, sizes: tuple[int, int], page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, windows = model_of(1, 16, predicts), (Window(window), None, Window(window))
+    model, caches, make = with_windows(plain, windows), list[Any](), Transformer.new_cache
+
+    def noting(self: Transformer, *arguments: Any, **options: Any) -> Any:
+        caches.append(make(self, *arguments, **options))
+        return caches[-1]
+
+    monkeypatch.setattr(Transformer, "new_cache", noting)
+    draw = torch.Generator().manual_seed(7)
+    texts = [torch.randint(MASK, (length,), generator=draw).tolist() for length in (400, 3, 391)]
+    options: dict[str, Any] = {"block_size": sizes[0], "small_block_size": sizes[1], "threshold": 0.4}
+    expected = [
+        fast_dllm_v2(windowed_parts(plain, windows), text, 40, mask_token=MASK, **options).tokens for text in texts
+    ]
+    more = {"max_new_tokens": 40, "mask_token": MASK, "page_size": page_size, **options}
+    found = generate(model, texts, METHOD, **more).tokens
+    assert [tokens.tolist() for tokens in found] == expected
+    speculating = {**more, "speculate": 2, "block_cache": False}
+    whole = generate(model, texts, METHOD, **{**more, "block_cache": False}).tokens
+    assert [tokens.tolist() for tokens in generate(model, texts, METHOD, **speculating).tokens] == [
+        tokens.tolist() for tokens in whole
+    ]
+    assert len(caches) == 4 and all(isinstance(cache, WindowedCache) for cache in caches)
+    for cache in caches:
+        pages = cache.turning[window]
+        assert pages.pages * pages.page_size <= window + 2 * sizes[0] + 127 + 2 * 16
+
+
+@pytest.mark.parametrize("window", [1, 7, 16])
+def test_rows_have_the_bits_of_a_cache_that_keeps_all(window: int) -> None:
+    model = with_windows(model_of(2, 16), (Window(window), None, Window(16))).to(torch.bfloat16)
+    caches = [model.new_cache(2, 400, drafts=8), model.new_cache(2, 400)]
+    assert isinstance(caches[0], WindowedCache) and not isinstance(caches[1], WindowedCache)
+    draw, starts = torch.Generator().manual_seed(1), torch.tensor([0, 5])
+    while int(starts.max()) < 390:
+        tokens = torch.randint(MASK, (2, 6), generator=draw)
+        ends = starts + torch.tensor([6, 3])
+        counts = ends - starts
+        found = [model.recompute(tokens, each, starts, counts=counts, visible=ends) for each in caches]
+        again = [
+            model.recompute(tokens[:, 1:3], each, starts, slots=torch.tensor([[1, 2], [2, -1]]), visible=ends)
+            for each in caches
+        ]
+        for mine, all_rows in (found, again):
+            rows = torch.arange(mine.shape[1]) < (counts if mine.shape[1] == 6 else torch.tensor([2, 1]))[:, None]
+            assert torch.equal(mine[rows], all_rows[rows])
+        starts = ends if int(torch.randint(3, (1,), generator=draw)) else starts
+    fault = "rewrite_: starts must be at most 8 before the furthest row of a text"
+    with pytest.raises(ValueError, match=fault):
+        model.recompute(tokens, caches[0], starts - 20, visible=ends)
+    with pytest.raises(ValueError, match=fault):
+        model.recompute(torch.zeros(2, 9, dtype=torch.int64), caches[0], starts, visible=starts + 9)

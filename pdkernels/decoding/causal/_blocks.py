@@ -121,8 +121,8 @@ class Blocks:
         self._sizes, self._keep = (block_size, small_block_size), keep
         self._steps = small_block_size if steps is None else min(steps, small_block_size)
         self._shift = rows_ahead(session.model)
-        self.cache = session.new_cache(page_size)
         self.width = min(block_size, canvas.tokens.shape[1])
+        self.cache = session.new_cache(page_size, drafts=self.width)
         self._row = torch.arange(self.width, device=canvas.tokens.device)
         self.restart(session)
 

@@ -120,7 +120,7 @@ class FastV2Steps(CanvasSteps):
             self.edits = Rewriting(session, canvas, rules)
         elif edit_threshold is not None:
             self.edits = Edits(canvas, edit_threshold, max_edits)
-        sizes = blocks.width, 1 + speculate, page_size
+        sizes = blocks.width, 1 + speculate, page_size, blocks.width
         self.states = BlockStates(session, blocks.cache, *sizes) if speculate else None
         widest = block_size if self.rewrites else small_block_size
         self._build(session, canvas, blocks, min(widest, canvas.tokens.shape[1]))

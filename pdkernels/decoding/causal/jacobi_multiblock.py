@@ -68,7 +68,8 @@ def decode(
     # A longer block or pool would never be used in full.
     block_size, limits = min(block_size, limit), limits._replace(pool_size=min(pool_size, 2 * limit))
     model = session.model
-    cache = session.new_cache(page_size, _room(limits, limit), drafts=block_size)
+    room = _room(limits, limit)
+    cache = session.new_cache(page_size, room, drafts=room)
     device = cache.lengths.device
     ends = session.ends_on(device)
     random_words = filler_words(seeds, limit, block_size)  # on the host, where drafts are put together

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pdkernels.cache import WindowedCache
 from pdkernels.decoding.costs import StepCosts
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Entry, Rows
@@ -75,6 +76,8 @@ class DraftSteps(Steps):
         self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
         places = self.entry.table, self.entry.column("draft"), self.remaining, self.ends, self.banned
         self.greedy = greedy_steps(self.model, self.cache, *places)
+        if isinstance(self.cache, WindowedCache):
+            self.cache.bounded = self.entry.pending
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

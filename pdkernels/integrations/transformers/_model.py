@@ -36,7 +36,7 @@ from pdkernels.integrations.transformers._states import exchange_, other_scans, 
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Hybrid, RecurrentDepth, Transformer
-from pdkernels.models.architectures.caches import check_keeps_rows, expect_, new_cache
+from pdkernels.models.architectures.caches import expect_, new_cache, rewrite_
 from pdkernels.models.architectures.recompute import nothing_new
 from pdkernels.models.architectures.states import States
 from pdkernels.models.architectures.taps import Tapped, checked_taps
@@ -303,12 +303,12 @@ class WrappedModel:
         if self.config.states is not None:
             expectation = "have rows that can be computed anew, without the ones before them"
             raise NotImplementedError(message("recompute", "model", expectation, "one with recurrent states"))
-        check_keeps_rows("WrappedModel.recompute", cache)
         rows = tokens.shape[1]
         order = torch.arange(rows, device=tokens.device)
         slots = order.expand(tokens.shape) if slots is None else slots
         if counts is not None:
             slots = torch.where(order < counts[:, None], slots, -1)
+        rewrite_(cache, starts, slots)
         targets = torch.where(slots >= 0, starts[:, None] + slots, -1)
         plan = nothing_new(rows, tokens.device)
         where, windows = targets.clamp(min=0), self.config.windows

@@ -107,11 +107,10 @@ def expect_(cache: Any, rows: int, counts: Tensor | None) -> None:
         cache.expect_(rows, counts)
 
 
-def check_keeps_rows(op: str, cache: Any) -> None:
-    """Refuses a cache some of whose layers have the last rows of a text alone."""
-    if isinstance(cache, WindowedCache):
-        fault = "layers with windows have only the last rows of a text in this cache"
-        raise NotImplementedError(sentence(op, fault, "Make it with new_cache(drafts=None)."))
+def rewrite_(cache: Any, starts: Tensor, slots: Tensor) -> None:
+    """Prepares a cache for rows that are computed anew, at `slots` ``(batch, rows)`` after `starts`; -1: padding."""
+    if isinstance(cache, WindowedCache) and slots.shape[1]:
+        cache.rewrite_(starts, torch.where(slots >= 0, starts[:, None] + slots + 1, 0).amax(1))
 
 
 def check_dtype(op: str, argument: str, model: Any, dtype: torch.dtype) -> None:

@@ -14,13 +14,13 @@ import torch
 
 from pdkernels._attention import takes_head_dim
 from pdkernels._validation import KERNEL_DTYPES, check, check_index
-from pdkernels.cache import Cache
+from pdkernels.cache import Cache, WindowedCache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.architectures.attention import Visibility, attend
-from pdkernels.models.architectures.caches import check_keeps_rows
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import Pools
+from pdkernels.models.architectures.caches import rewrite_
 from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.models.architectures.windows import Window, Windows, hide
@@ -73,7 +73,7 @@ class RecomputedRows(NamedTuple):
                 v_cache,
                 self.starts,
                 slots=self.slots,
-                block_table=self.cache.block_table,
+                block_table=self.cache.table(layer),
                 style=self.style,
             )
             q, k, v = qkv.split(sizes, -2)
@@ -96,7 +96,7 @@ class RecomputedRows(NamedTuple):
         window = self._window(layer)
         starts = None if window is None else window.first(self._positions())
         return speculative_attention(
-            self._scaled(q), k, v, *caches, self.visible, nothing, starts=starts, block_table=cache.block_table
+            self._scaled(q), k, v, *caches, self.visible, nothing, starts=starts, block_table=cache.table(layer)
         )
 
     def _window(self, layer: int) -> Window | None:
@@ -121,11 +121,10 @@ class RecomputedRows(NamedTuple):
     def _store_(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, layer: int) -> None:
         sequences, rows = (self.slots >= 0).nonzero(as_tuple=True)
         offsets = positions[sequences, rows].long()
-        if self.cache.block_table is None:
-            pages = sequences
-        else:
-            page_size = self.cache.k.shape[2]
-            pages, offsets = self.cache.block_table[sequences, offsets // page_size].long(), offsets % page_size
+        table, pages = self.cache.table(layer), sequences
+        if table is not None:
+            page_size = self.cache.k[layer].shape[1]
+            pages, offsets = table[sequences, offsets // page_size].long(), offsets % page_size
         self.cache.k[layer][pages, offsets] = k[sequences, rows]
         self.cache.v[layer][pages, offsets] = v[sequences, rows]
 
@@ -142,7 +141,6 @@ def recomputed_rows(
     windows: Windows = (),
 ) -> RecomputedRows:
     """Makes the `RecomputedRows` for rows of this `shape` `(batch, rows)`; see `Transformer.recompute`."""
-    check_keeps_rows(_OP, cache)
     batch, rows = shape
     check(cache.batch == batch, _OP, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
     device = cache.lengths.device
@@ -159,6 +157,7 @@ def recomputed_rows(
     keys = cache.capacity
     if device.type == "cpu" and batch and not torch.compiler.is_compiling():
         keys = _check_values(cache, starts, slots, visible)
+    rewrite_(cache, starts, slots)
     lora = AdaptedRows.of(cache.adapters, rows, None, device)
     return RecomputedRows(cache, starts, slots, visible, keys, table, style, windows, lora)
 
@@ -183,8 +182,9 @@ def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visib
         last = int(ends.max()) - 1
         check(last < cache.capacity, _OP, "slots", f"stay below the cache's capacity ({cache.capacity})", last)
         needed = torch.maximum(needed, ends)
-    if cache.block_table is not None:
-        owned = (cache.block_table >= 0).sum(1) * cache.k.shape[2]
+    full = cache.full if isinstance(cache, WindowedCache) else cache
+    if full is not None and full.block_table is not None:
+        owned = (full.block_table >= 0).sum(1) * full.k.shape[2]
         check(
             bool((needed <= owned).all()),
             _OP,
