@@ -48,6 +48,8 @@ from pdkernels.models.drafters import (
     EagleHead,
     MtpConfig,
     MtpHead,
+    XPressConfig,
+    XPressHead,
 )
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.protocols import (
@@ -114,6 +116,8 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "Window",
+    "XPressConfig",
+    "XPressHead",
     "YarnScaling",
     "available",
     "available_drafters",

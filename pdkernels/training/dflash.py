@@ -195,7 +195,7 @@ def dflash_loss(
 
     Raises:
         ValueError: shapes that do not fit each other, anchors outside of the texts, or options out of range.
-        NotImplementedError: a `DSparkHead` or a `DFlash2Head`, whose losses have further terms.
+        NotImplementedError: a `DSparkHead`, a `DFlash2Head` or an `XPressHead`, whose losses have further terms.
 
     Source: DFlash (arXiv 2602.06036), equation 4. SpecForge trains on the text and takes the weighted mean, as here;
     speculators trains on the distribution and divides by the number of guesses instead. None of them draws drafts:

@@ -27,6 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "DSpark, rnn": {"kind": "dspark", "markov_kind": "rnn"},
     "DSpark without a bias": {"kind": "dspark", "markov_rank": 0, "confidence": False},
     "DFlash 2": {"kind": "dflash2"},
+    "XPress": {"kind": "xpress"},
+    "XPress, windows, from the anchor": {"kind": "xpress", "windows": (Window(3), None), "sample_from_anchor": True},
     "DFlash 2, windows": {"kind": "dflash2", "windows": (Window(3), None), "own_head": False, "conv_taps": 3},
 }
 IN_ORDER = [name for name, changes in VARIANTS.items() if "kind" in changes]
@@ -62,7 +64,7 @@ def plain(model: Any, head: Any, prompt: list[int], size: int, temperature: floa
         shared = model.embedding if model.head is None else model.head
         hidden, draft = head(embed(block), cache=cache), [text[-1]]
         logits = head.logits(hidden, shared)[0, 0 if config.sample_from_anchor else 1 :]
-        walk = head.walk(hidden, block[:, :1], shared) if head.in_order else None
+        walk = head.walk(hidden, block[:, :1], shared, torch.tensor([text[-2:-1]])) if head.in_order else None
         for n in range(width - 1):
             row = logits[n] if walk is None else walk(n, torch.tensor([draft[-1:]]))[0, 0]
             whole = row.new_full((model.config.vocab_size,), -torch.inf)
@@ -103,7 +105,7 @@ def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
 @pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [None, 3])
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "xpress"])
 def test_lossless_in_every_dtype(kind: str, dtype: torch.dtype, page_size: int | None) -> None:
     for seed in range(2):
         model = a_model(seed).to(dtype)

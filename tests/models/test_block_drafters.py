@@ -1,4 +1,4 @@
-"""DSpark and DFlash 2 folders that the speculators library wrote: tensors, logits and greedy drafts against its own code, and what
+"""DSpark, DFlash 2 and XPress folders that the speculators library wrote: tensors, logits and greedy drafts against its own code, and what
 is refused."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import pdkernels as pd
 from pdkernels.decoding import generate
-from pdkernels.models import DFlash2Head, DSparkHead, JsonTokenizer, Transformer, load_drafter, save_drafter
+from pdkernels.models import DFlash2Head, DSparkHead, JsonTokenizer, Transformer, XPressHead, load_drafter, save_drafter
 from pdkernels.training import dflash_loss
 from tests.models.test_eagle_folders import LLAMA3, SIZES, TARGET, without_data
 from tests.support.drafters import dflash_head
@@ -44,6 +44,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"selector_rank": 6, "conv_group_size": 16, "conv_kernel_size": 1, "sliding_window_non_causal": False},
         WINDOWS,
     ),
+    "xpress": ("xpress", {"xpress_rank": 8, "num_jacobi_passes": 3}, {}),
+    "xpress, reduced": (
+        "xpress",
+        {"xpress_rank": 16, "xpress_mlp_ratio": 3, "num_jacobi_passes": 1, "draft_vocab_size": REDUCED},
+        {"rope_parameters": LLAMA3},
+    ),
+    "xpress, from the anchor": ("xpress", {"xpress_rank": 8, "sample_from_anchor": True}, WINDOWS),
+    "xpress, no passes": ("xpress", {"xpress_rank": 8, "num_jacobi_passes": 0}, {}),
 }
 
 
@@ -65,9 +73,11 @@ def library() -> Any:
         from speculators.models.dflash import core
         from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
         from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+        from speculators.models.xpress import XPressDraftModel, XPressSpeculatorConfig
     kinds = {
         "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
         "dflash2": (DFlash2DraftModel, DFlash2SpeculatorConfig),
+        "xpress": (XPressDraftModel, XPressSpeculatorConfig),
     }
     return core, kinds
 
@@ -122,10 +132,20 @@ def their_rows(library: Any, model: Any, features: torch.Tensor, known: int, mon
 
 
 @torch.no_grad()
-def their_scores(model: Any, hidden: torch.Tensor, logits: torch.Tensor, path: list[int]) -> Any:
+def their_scores(model: Any, hidden: torch.Tensor, logits: torch.Tensor, path: list[int], before: int) -> Any:
     """Their scores ``(vocabulary,)`` of the guess after `path`, which begins with the known token; -inf: no candidate."""
     first = 0 if model.config.sample_from_anchor else 1
     row = first + len(path) - 1
+    if hasattr(model, "refiner_head"):  # the rounds of its training, in which it reads its own guesses
+        refined, anchor = logits, torch.tensor([path[:1]])
+        for _ in range(model.config.num_jacobi_passes):
+            guesses = model._draft_to_verifier_ids(refined.argmax(-1))
+            previous = torch.cat([anchor, guesses[:, :-1]], 1)
+            if first:
+                guesses[:, :1] = anchor
+                previous = torch.cat([torch.tensor([[before]]), guesses[:, :-1]], 1)
+            refined = logits + model.refiner_head.block_bias(previous, hidden)
+        return refined[0, row]
     if hasattr(model, "candidate_selector"):
         place = slice(row, row + 1)
         ids, scores = model.candidate_selector.select(logits[:, place], hidden[:, place], torch.tensor([path[-1:]]))
@@ -150,7 +170,7 @@ def test_a_head_of_speculators(
     """Logits after any token before, confidences, the greedy drafts of a text, and its tokens."""
     model = made(library, variant, target, tmp_path / "theirs")
     head = load_drafter(tmp_path / "theirs", target)
-    assert isinstance(head, (DSparkHead, DFlash2Head))
+    assert isinstance(head, (DSparkHead, DFlash2Head, XPressHead))
     first, count = head.config.first, BLOCK - head.config.first
     generator = torch.Generator().manual_seed(1)
     for length in (1, 7):
@@ -163,12 +183,12 @@ def test_a_head_of_speculators(
         rows = head(target.embed(torch.tensor([[tokens[0], *[MASK] * (BLOCK - 1)]])), cache=cache)
         torch.testing.assert_close(head.normed(rows), hidden, rtol=1e-4, atol=1e-4)
         if head.in_order:
-            walk = head.walk(rows, torch.tensor([tokens[:1]]), target.embedding)
+            walk = head.walk(rows, torch.tensor([tokens[:1]]), target.embedding, torch.tensor([[7]]))
         for number in range(count):
             ours = head.logits(rows, target.embedding)[0, first + number]
             if head.in_order:
                 ours = walk(number, torch.tensor([[tokens[number]]]))[0, 0]
-            expected = their_scores(model, hidden, logits, tokens[: number + 1])
+            expected = their_scores(model, hidden, logits, tokens[: number + 1], 7)
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
         if isinstance(head, DSparkHead) and head.config.confidence:
             given = torch.tensor([[tokens[0]] * first + tokens[: BLOCK - first]])
@@ -191,14 +211,15 @@ def test_a_head_of_speculators(
         hidden, logits = their_rows(library, model, features.clone(), draft[0], monkeypatch)
         path = draft[:1]
         while len(path) < len(draft):
-            scores = their_scores(model, hidden, logits, path)
+            scores = their_scores(model, hidden, logits, path, text[-2])
             path.append(as_target_id(model, int(scores.argmax())))
         assert draft == path
         plain = [as_target_id(model, int(row.argmax())) for row in logits[0, first : first + len(draft) - 1]]
         differ += plain != draft[1:]
         text += expected_tokens[len(text) - len(prompt) :][: step.accepted]
     assert len(text) == len(prompt) + limit
-    assert differ if head.in_order else not differ, "the token before must matter"
+    matters = head.in_order and variant != "xpress, no passes"
+    assert differ if matters else not differ, "the token before must matter"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -213,7 +234,7 @@ def test_there_and_back(variant: str, library: Any, target: Transformer, tmp_pat
     expected = model.config.to_dict()
     same = ("speculators_model_type", "transformer_layer_config", "draft_vocab_size", "block_size", "mask_token_id",
             "aux_hidden_state_layer_ids", "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head",
-            "confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # fmt: skip
+            "confidence_head_with_markov", "xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # fmt: skip
     assert {name: read.get(name) for name in same} == {name: expected.get(name) for name in same}
     again = load_drafter(tmp_path / "ours", target)
     assert again.config == head.config and type(again) is type(head)
@@ -233,7 +254,11 @@ BROKEN: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "no candidates": ("dflash2", {"selector_top_k": 0}, ValueError, "selector_top_k must be an integer from 1"),
     "fields of another kind": ("dflash2", {"markov_rank": 6}, NotImplementedError, "config.json: 'markov_rank' must be absent"),
     "a field that nobody knows": ("dspark", {"markov_order": 2}, NotImplementedError, "'markov_order' must be absent: what it means is not known here, got 2"),
-    "another kind": ("dspark", {"speculators_model_type": "xpress"}, NotImplementedError, "must be one of eagle3, peagle, dflash, dspark, dflash2, got 'xpress'"),
+    "rank of a refiner": ("xpress", {"xpress_rank": 0}, ValueError, "refiner_rank must be at least 1, got 0"),
+    "passes": ("xpress", {"num_jacobi_passes": -1}, ValueError, "num_jacobi_passes must be an integer from 0"),
+    "another block": ("xpress", {"block_size": 7}, ValueError, r"mix_l must have shape \(8, 7, 7\), got \(8, 4, 4\)"),
+    "another kind": ("dspark", {"speculators_model_type": "medusa"}, NotImplementedError, "must be one of eagle3, peagle, dflash, dspark, dflash2, xpress, got 'medusa'"),
+    "a layer for multi-token prediction": ("dspark", {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}, NotImplementedError, "speculators_model_type must be one of eagle3, peagle, .*, got 'mtp'"),
 }  # fmt: skip
 
 
@@ -247,7 +272,7 @@ def test_what_differs_is_named(what: str, target: Transformer, tmp_path: Path) -
 
 
 def our_head(kind: str, target: Transformer, **changes: Any) -> Any:
-    more = {"windows": ()} if kind == "dspark" else {"conv_group": 8}
+    more = {"conv_group": 8} if kind == "dflash2" else {}
     return dflash_head(target, 0, TAPS, kind=kind, block_size=BLOCK, **{**more, **changes})
 
 
@@ -323,9 +348,9 @@ def test_a_map_that_holds_no_integers_is_refused(dtype: torch.dtype, target: Tra
         load_drafter(tmp_path / "head", target)
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["dspark", "dflash2", "xpress"])
 def test_packed_there_and_back(kind: str, target: Transformer, tmp_path: Path) -> None:
-    rank = {"markov_rank": 32} if kind == "dspark" else {}
+    rank = {"dspark": {"markov_rank": 32}, "dflash2": {}, "xpress": {"refiner_rank": 32}}[kind]
     head = pd.quantize(our_head(kind, target, **rank), "q8_0", skip="down")
     save_drafter(head, tmp_path / "head")
     found: Any = load_drafter(tmp_path / "head", target)
@@ -342,11 +367,11 @@ def test_packed_there_and_back(kind: str, target: Transformer, tmp_path: Path) -
 def test_what_training_does_not_compute_is_refused(target: Any) -> None:
     """Their losses have further terms, without which such a head would learn something else."""
     tokens = torch.zeros(1, 9, dtype=torch.int64)
-    for kind in ("dspark", "dflash2"):
+    for kind in ("dspark", "dflash2", "xpress"):
         head = our_head(kind, target)
         features, logits = torch.randn(1, 9, 3, 32), torch.randn(1, 9, head.config.draft_vocab_size)
         scored, anchors = torch.ones(1, 9, dtype=torch.bool), torch.tensor([2])
         with pytest.raises(
-            NotImplementedError, match="dflash_loss: head must be a plain DFlashHead, got DSpark|DFlash2"
+            NotImplementedError, match="dflash_loss: head must be a plain DFlashHead, got DSpark|DFlash2|XPress"
         ):
             dflash_loss(head, tokens, features, logits, scored, anchors, embedding=target.embedding)

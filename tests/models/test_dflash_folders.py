@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "MTP": (
         {"speculators_model_type": "mtp"},
         NotImplementedError,
-        "be one of eagle3, peagle, dflash, dspark, dflash2, got 'mtp'",
+        "be one of eagle3, peagle, dflash, dspark, dflash2, xpress, got 'mtp'",
     ),
     "windows": (
         {"layer_types": ["full_attention", "sliding_attention"]},

@@ -120,7 +120,7 @@ BROKEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kind": (
         {"speculators_model_type": "medusa"},
         NotImplementedError,
-        "speculators_model_type must be one of eagle3, peagle, dflash, dspark, dflash2, got 'medusa'",
+        "speculators_model_type must be one of eagle3, peagle, dflash, dspark, dflash2, xpress, got 'medusa'",
     ),
     "family": ({"model_type": "gpt2"}, NotImplementedError, "model_type must be one of llama, qwen3, got 'gpt2'"),
     "map": ({"draft_vocab_size": 13}, ValueError, r"lm_head.weight must have shape \(13, 32\), got \(12, 32\)"),

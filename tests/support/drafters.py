@@ -6,20 +6,8 @@ from typing import Any
 
 import torch
 
-from pdkernels.models import (
-    DFlash2Config,
-    DFlash2Head,
-    DFlashConfig,
-    DFlashHead,
-    DSparkConfig,
-    DSparkHead,
-    EagleConfig,
-    EagleHead,
-    MtpConfig,
-    MtpHead,
-    Transformer,
-    TransformerConfig,
-)
+from pdkernels.models import DFlashHead, EagleConfig, EagleHead, MtpConfig, MtpHead, Transformer, TransformerConfig
+from pdkernels.models.checkpoints.drafters import dflash_kinds
 
 
 def eagle_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes: Any) -> EagleHead:
@@ -43,7 +31,7 @@ def eagle_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes:
 
 
 def dflash_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes: Any) -> DFlashHead:
-    """A block drafter for a model, of two layers, which shares its embedding. `kind`: "dflash", "dspark" or "dflash2"."""
+    """A block drafter for a model, of two layers, which shares its embedding. `kind`: "dflash", "dspark", "dflash2" or "xpress"."""
     config, kind = model.config, changes.pop("kind", "dflash")
     body = TransformerConfig(
         vocab_size=config.vocab_size,
@@ -63,12 +51,13 @@ def dflash_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes
     if kind == "dflash2":
         known |= {"draft_vocab_size": config.vocab_size, "selector_rank": 8, "candidates": min(4, config.vocab_size)}
         known |= {"conv_group": 2, "whole_blocks": False}
-    config_class: Any = {"dflash": DFlashConfig, "dspark": DSparkConfig, "dflash2": DFlash2Config}[kind]
-    head_class: Any = {"dflash": DFlashHead, "dspark": DSparkHead, "dflash2": DFlash2Head}[kind]
+    if kind == "xpress":
+        known |= {"refiner_rank": 8, "passes": 2}
+    config_class: Any = dflash_kinds.config_class(kind)
     torch.manual_seed(seed)
-    head: DFlashHead = head_class(config_class(body, taps or (0, config.layers), **{**known, **changes}))
+    head = dflash_kinds.new_head(config_class(body, taps or (0, config.layers), **{**known, **changes}))
     for name, parameter in head.named_parameters():
-        if "taps" in name or name.startswith(("markov", "predecessors", "successors", "selector")):
+        if "taps" in name or name.startswith(("markov", "predecessors", "successors", "selector", "refiner")):
             parameter.data = torch.randn_like(parameter) * 0.5
     for layer in head.layers:  # so that guesses differ from row to row
         layer.down.data *= 4

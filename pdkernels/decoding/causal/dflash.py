@@ -69,8 +69,14 @@ class DFlashSteps(FeatureSteps):
         self.allocate_drafter(_OP, session, slots, page_size, head, costs, drafted=self.rows)
         self.allocate_features(session, head, slots + UNREAD)
         device = self.cache.device
+        self.before = torch.zeros_like(self.entry.draft)
+        """``(batch, 1)``, the token before the known one."""
         self.masks = torch.full((session.batch, self.rows - 1), head.config.mask_token, device=device)
         self.after = torch.arange(1, slots + 1, device=device)
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.before
 
     def start(self, session: Session) -> None:
         prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -82,6 +88,7 @@ class DFlashSteps(FeatureSteps):
         first = self.sampler.sample(logits, lengths[:, None], self.seeds, OWN, self.banned)
         self.cache.commit_(lengths)
         self.begin(session, first, logits)
+        self.before.copy_(prompts.gather(1, last))
         self.entry.draft.copy_(first.clamp(min=0))
         if self.slots > 1:  # else it never drafts
             self.drafter.read(self.drafter.fused(taps), cache=self.drafted, counts=lengths)
@@ -92,12 +99,15 @@ class DFlashSteps(FeatureSteps):
     def draft(self, width: int) -> torch.Tensor:
         self._read()
         block = torch.cat([self.entry.draft, self.masks], 1)
-        hidden = self.drafter(self.embed(block), cache=self.drafted)[:, : self.first + width - 1]
+        hidden = self.drafter(self.embed(block), cache=self.drafted)
+        if not self.drafter.whole_rows:
+            hidden = hidden[:, : self.first + width - 1]
         positions = self.cache.lengths[:, None] + self.after[: width - 1]
         if not self.drafter.in_order:
             guesses = self._guess(hidden[:, self.first :], positions)
             return torch.cat([self.or_forced(n, guesses[:, n - 1 : n]) for n in range(1, width)], 1)
-        walk, path = self.drafter.walk(hidden, self.entry.draft, self.shared), [self.entry.draft]
+        known = self.entry.draft
+        walk, path = self.drafter.walk(hidden, known, self.shared, self.before), [known]
         for number in range(width - 1):
             guess = self._drawn(walk(number, path[-1]), positions[:, number : number + 1])
             path.append(self.or_forced(number + 1, guess))
@@ -115,6 +125,7 @@ class DFlashSteps(FeatureSteps):
             self.most = 0
 
     def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
+        self.before.copy_(draft.gather(1, (accepted[:, None] - 1).clamp(min=0)))
         if self.reads_rows:
             self.keep_features(accepted)
 

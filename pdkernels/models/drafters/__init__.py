@@ -5,6 +5,7 @@ from pdkernels.models.drafters.dflash2 import DFlash2Config, DFlash2Head
 from pdkernels.models.drafters.dspark import DSparkConfig, DSparkHead
 from pdkernels.models.drafters.eagle import EagleConfig, EagleHead
 from pdkernels.models.drafters.mtp import MtpConfig, MtpHead
+from pdkernels.models.drafters.xpress import XPressConfig, XPressHead
 
 __all__ = [
     "DFlash2Config",
@@ -17,4 +18,6 @@ __all__ = [
     "EagleHead",
     "MtpConfig",
     "MtpHead",
+    "XPressConfig",
+    "XPressHead",
 ]

@@ -101,6 +101,8 @@ class DFlashHead(DrafterHead):
     """The decoding method that it is for."""
     in_order = False
     """Whether a guess depends on those before it (`walk`)."""
+    whole_rows = False
+    """Whether `walk` reads all rows of a block, however few guesses are wanted."""
     head: Matrix | None
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -205,13 +207,14 @@ class DFlashHead(DrafterHead):
         assert matrix is not None
         return linear(normed, cast(Matrix, matrix))
 
-    def walk(self, hidden: Tensor, known: Tensor, head: Any = None) -> Walk:
+    def walk(self, hidden: Tensor, known: Tensor, head: Any = None, before: Tensor | None = None) -> Walk:
         """What gives the logits of a block's guesses one after the other, for a drafter whose guesses are `in_order`.
 
         Args:
             hidden: ``(batch, rows, hidden_size)``, the first rows of a forward.
             known: ``(batch, 1)`` int64, the known token.
             head: as for `logits`.
+            before: ``(batch, 1)`` int64, the token before the known one; None: the known one.
         """
         raise NotImplementedError(message(type(self).__name__, "in_order", "be True", self.in_order, "Use `logits`."))
 

@@ -138,7 +138,7 @@ class DFlash2Head(DFlashHead):
                 cast(Tensor, getattr(layer, f"{sublayer}_row_taps")).zero_()
                 cast(Tensor, getattr(layer, f"{sublayer}_taps")).zero_()[::taps] = 1.0
 
-    def walk(self, hidden: Tensor, known: Tensor, head: Any = None) -> Walk:
+    def walk(self, hidden: Tensor, known: Tensor, head: Any = None, before: Tensor | None = None) -> Walk:
         """As of `DFlashHead`: the scores of a row's candidates, after the token before; other tokens have -inf."""
         normed = self.normed(hidden)[:, self.config.first :]
         logits = self.scores(normed, head)

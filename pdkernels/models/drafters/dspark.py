@@ -94,7 +94,7 @@ class DSparkHead(DFlashHead):
     def in_order(self) -> bool:  # type: ignore[override]
         return bool(self.config.markov_rank)
 
-    def walk(self, hidden: Tensor, known: Tensor, head: Any = None) -> Walk:
+    def walk(self, hidden: Tensor, known: Tensor, head: Any = None, before: Tensor | None = None) -> Walk:
         """As of `DFlashHead`: adds the bias of the token before to the logits of each guess."""
         return _Biased(self, hidden, known, head)
 

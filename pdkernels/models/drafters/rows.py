@@ -12,7 +12,7 @@ from pdkernels.models.architectures.attention import NewRows, Visibility, attend
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.rope import RopeTables, Rotation
 
-DRAFTER_MATRICES = ("fc", "head", "qkv", "output", "gate_up", "down", "markov_out")
+DRAFTER_MATRICES = ("fc", "head", "qkv", "output", "gate_up", "down", "markov_out", "refiner_out")
 """Those that `quantized` of a drafter quantises."""
 
 

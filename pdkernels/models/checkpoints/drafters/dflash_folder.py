@@ -1,4 +1,4 @@
-"""Folders of DFlash, DSpark and DFlash 2 heads: their config.json and the names of their tensors.
+"""Folders of DFlash, DSpark, DFlash 2 and XPress heads: their config.json and the names of their tensors.
 
 Sources: speculators 0.9 (models/dflash, convert/dflash); the released checkpoints (``dflash_config``), which have
 neither embedding nor head, and count the layers of the target from its first layer's output.
@@ -11,7 +11,14 @@ from typing import Any
 
 from pdkernels._validation import check
 from pdkernels.models.checkpoints.drafters import dflash_kinds
-from pdkernels.models.checkpoints.drafters.dflash_kinds import DFLASH2, DSPARK, KINDS, OWN_FIELDS, refuse_others
+from pdkernels.models.checkpoints.drafters.dflash_kinds import (  # fmt: skip
+    DFLASH2,
+    DSPARK,
+    KINDS,
+    OWN_FIELDS,
+    XPRESS,
+    refuse_others,
+)
 from pdkernels.models.checkpoints.hf import from_hf_config
 from pdkernels.models.drafters.dflash import DFlashConfig
 from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts, proposals, window_config
@@ -139,7 +146,12 @@ def _parts(config: DFlashConfig) -> Iterator[tuple[str, Parts]]:
     yield from dflash_kinds.head_additions(config)
 
 
-_ARCHITECTURES = {"dflash": "DFlashSpeculator", DSPARK: "DSparkSpeculator", DFLASH2: "DFlash2DraftModel"}
+_ARCHITECTURES = {
+    "dflash": "DFlashSpeculator",
+    DSPARK: "DSparkSpeculator",
+    DFLASH2: "DFlash2DraftModel",
+    XPRESS: "XPressSpeculator",
+}
 
 
 def written(config: DFlashConfig, dtype: str, target: str, tokens: int | None) -> Mapping[str, Any]:

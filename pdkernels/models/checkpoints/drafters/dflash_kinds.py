@@ -1,6 +1,6 @@
-"""What DSpark and DFlash 2 add to the folder of a DFlash head: fields of config.json, and tensors.
+"""What DSpark, DFlash 2 and XPress add to the folder of a DFlash head: fields of config.json, and tensors.
 
-Sources: speculators 0.9 (models/dspark, models/dflash2), and for released DFlash 2 checkpoints Z Lab's code, which has the
+Sources: speculators 0.9 (models/dspark, models/dflash2, models/xpress), and for released DFlash 2 checkpoints Z Lab's code, which has the
 same names.
 """
 
@@ -13,11 +13,12 @@ from pdkernels._validation import message
 from pdkernels.models.drafters.dflash import DFlashConfig, DFlashHead
 from pdkernels.models.drafters.dflash2 import DFlash2Config, DFlash2Head
 from pdkernels.models.drafters.dspark import MIXES, DSparkConfig, DSparkHead, MarkovKind
+from pdkernels.models.drafters.xpress import XPressConfig, XPressHead
 from pdkernels.models.files.fields import OP, Fields, demand, shown
 from pdkernels.models.files.layout import Parts
 
-DSPARK, DFLASH2 = "dspark", "dflash2"
-KINDS = ("dflash", DSPARK, DFLASH2)
+DSPARK, DFLASH2, XPRESS = "dspark", "dflash2", "xpress"
+KINDS = ("dflash", DSPARK, DFLASH2, XPRESS)
 """Values of ``speculators_model_type``."""
 
 _DSPARK_FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -27,7 +28,12 @@ _DFLASH2_FIELDS = {
     "selector_rank": "selector_rank",
     "selector_top_k": "candidates",
 }
-OWN_FIELDS: dict[str, tuple[str, ...]] = {DSPARK: _DSPARK_FIELDS, DFLASH2: tuple(_DFLASH2_FIELDS)}
+_XPRESS_FIELDS = {"xpress_rank": "refiner_rank", "xpress_mlp_ratio": "refiner_ratio", "num_jacobi_passes": "passes"}
+OWN_FIELDS: dict[str, tuple[str, ...]] = {
+    DSPARK: _DSPARK_FIELDS,
+    DFLASH2: tuple(_DFLASH2_FIELDS),
+    XPRESS: tuple(_XPRESS_FIELDS),
+}
 
 _BOOKKEEPING = (
     "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "speculators_version", "model_type",
@@ -50,17 +56,20 @@ def refuse_others(fields: Fields, supported: tuple[str, ...]) -> None:
 
 
 def config_class(kind: str) -> type[DFlashConfig]:
-    return {DSPARK: DSparkConfig, DFLASH2: DFlash2Config}.get(kind, DFlashConfig)
+    return {DSPARK: DSparkConfig, DFLASH2: DFlash2Config, XPRESS: XPressConfig}.get(kind, DFlashConfig)
 
 
 def new_head(config: DFlashConfig) -> DFlashHead:
     if isinstance(config, DSparkConfig):
         return DSparkHead(config)
+    if isinstance(config, XPressConfig):
+        return XPressHead(config)
     return DFlash2Head(config) if isinstance(config, DFlash2Config) else DFlashHead(config)
 
 
 def kind_of(config: DFlashConfig) -> str:
-    return DSPARK if isinstance(config, DSparkConfig) else DFLASH2 if isinstance(config, DFlash2Config) else "dflash"
+    kinds = {DSparkConfig: DSPARK, DFlash2Config: DFLASH2, XPressConfig: XPRESS}
+    return next((kind for own, kind in kinds.items() if isinstance(config, own)), "dflash")
 
 
 def own_options(kind: str, fields: Fields) -> dict[str, Any]:
@@ -78,6 +87,9 @@ def own_options(kind: str, fields: Fields) -> dict[str, Any]:
     if kind == DFLASH2:
         defaults = {"conv_taps": 2, "conv_group": 16, "selector_rank": 256, "candidates": 16}
         return {option: fields.integer(name, defaults[option]) for name, option in _DFLASH2_FIELDS.items()}
+    if kind == XPRESS:
+        defaults = {"refiner_rank": 256, "refiner_ratio": 2, "passes": 6}
+        return {option: fields.integer(name, defaults[option], minimum=0) for name, option in _XPRESS_FIELDS.items()}
     return {}
 
 
@@ -88,6 +100,8 @@ def written_options(config: DFlashConfig) -> dict[str, Any]:
         return dict(zip(_DSPARK_FIELDS, values, strict=True))
     if isinstance(config, DFlash2Config):
         return {name: getattr(config, option) for name, option in _DFLASH2_FIELDS.items()}
+    if isinstance(config, XPressConfig):
+        return {name: getattr(config, option) for name, option in _XPRESS_FIELDS.items()}
     return {}
 
 
@@ -111,6 +125,17 @@ def head_additions(config: DFlashConfig) -> Iterator[tuple[str, Parts]]:
         yield "predecessors", {f"{source}predecessor_codebook": (vocabulary, rank)}
         yield "successors", {f"{source}successor_codebook": (vocabulary, rank)}
         yield "selector_in", {f"{source}hidden_projection.weight": (rank, width)}
+    if isinstance(config, XPressConfig):
+        source, rank, size = "refiner_head.", config.refiner_rank, config.block_size
+        inner = rank * config.refiner_ratio
+        yield "refiner_tokens", {f"{source}token_embed.weight": (vocabulary, rank)}
+        yield "refiner_row", {f"{source}down_h.weight": (rank, width)}
+        yield "refiner_block", {f"{source}down_g.weight": (rank, width)}
+        yield "refiner_in", {f"{source}in_proj.weight": (rank, 3 * rank)}
+        yield "refiner_mix", {f"{source}mix_l": (rank, size, size)}
+        yield "refiner_gate_up", {f"{source}mlp_{name}.weight": (inner, rank) for name in ("gate", "up")}
+        yield "refiner_down", {f"{source}mlp_down.weight": (rank, inner)}
+        yield "refiner_out", {f"{source}readout.weight": (config.draft_vocab_size, rank)}
     if not isinstance(config, DSparkConfig):
         return
     rank = config.markov_rank

@@ -1,4 +1,4 @@
-"""Folders of EAGLE-3, DFlash, DSpark and DFlash 2 heads, both ways: the format of the speculators library, and those of the authors' own
+"""Folders of EAGLE-3, DFlash, DSpark, DFlash 2 and XPress heads, both ways: the format of the speculators library, and those of the authors' own
 checkpoints; and layers for multi-token prediction, which are in the folder of their model.
 
 Packed matrices are stored in the format of compressed-tensors. Sources: speculators 0.9 (models/eagle3, convert/eagle);
@@ -65,7 +65,7 @@ def load_drafter(
 
     Args:
         path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3", "peagle",
-            "dflash", "dspark" or "dflash2"), or of a checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``)
+            "dflash", "dspark", "dflash2" or "xpress"), or of a checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``)
             publish them; the target's own folder, if it has a layer for multi-token prediction (MiMo, Qwen3.5); or a
             name of `available_drafters`.
         target: the model that it drafts for, one of `load` or of `pdkernels.integrations.transformers.wrap`.
@@ -99,7 +99,8 @@ def load_drafter(
     weights = _weights(folder)
     config: EagleConfig | DFlashConfig | MtpConfig
     maps, scheme = weights.stored, scheme_of(fields)
-    if mtp_folder.describes(fields) and not {_FIRST_NORM, "fc.weight"} & maps.keys():
+    of_speculators = fields.get("speculators_model_type") is not None
+    if mtp_folder.describes(fields) and not of_speculators and not {_FIRST_NORM, "fc.weight"} & maps.keys():
         demand(scheme is None, FIELDS[0], "be absent, for layers that draft", shown(fields.get(FIELDS[0])))
         refuse(packed is True, OP, f"packed must not be True for {folder}, whose matrices are not quantised")
         return _mtp_head(mtp_folder.config_of(fields, target), weights, target, dtype)
