@@ -280,3 +280,19 @@ def test_the_forward_of_speculators(
         block[0, 0] = tokens[0, anchor]
         ours = found.logits(found(embed(block), cache=cache), target.embedding)
         torch.testing.assert_close(ours, expected[:, number * size : (number + 1) * size], rtol=1e-4, atol=1e-4)
+
+
+def test_windows_of_layers_that_no_list_names(target: Transformer, tmp_path: Path) -> None:
+    """The class of the layers' config makes the list from the first layer with a window."""
+    save_drafter(a_head("windows"), tmp_path / "head")
+    file = tmp_path / "head" / "config.json"
+    config = json.loads(file.read_text())
+    layers = config["transformer_layer_config"]
+    del layers["layer_types"]
+    layers |= {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    file.write_text(json.dumps(config))
+    found = load_drafter(tmp_path / "head", target).config.body.windows
+    assert found == (None, Window(3))
+    transformers = pytest.importorskip("transformers", reason="compares with its class")
+    kinds = transformers.Qwen3Config(**layers).layer_types
+    assert [kind == "sliding_attention" for kind in kinds] == [window is not None for window in found]

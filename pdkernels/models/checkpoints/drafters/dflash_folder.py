@@ -72,19 +72,12 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     if published and any(name in section.values for section in (fields, head_fields) for name in OWN_FIELDS[DFLASH2]):
         kind = DFLASH2
     _checked_fields(fields, head_fields, published, kind, sizes.layers)
-    sliding = [each for each in inner.get("layer_types") or [] if each != "full_attention"]
-    # What a window means for a block is for the attention library to say that runs the published code.
-    demand(
-        not (sliding and published),
-        "layer_types",
-        "be full_attention alone without a speculators_model_type",
-        shown(sliding),
-    )
     # The layers are those of Qwen3, whatever model the sizes were taken from.
     body_fields = {**DEFAULTS["qwen3"], **inner.given, "model_type": "qwen3", "tie_word_embeddings": False}
-    if not sliding:
-        body_fields |= {"use_sliding_window": False, "sliding_window": None}
     body = from_hf_config(body_fields)
+    # What a window means for a block is for the attention library to say that runs the published code.
+    expectation = "be full_attention alone without a speculators_model_type"
+    demand(not (any(body.windows) and published), "layer_types", expectation, shown(inner.get("layer_types")))
     width = fields.maybe_integer("target_hidden_size") or body.hidden_size
     demand(width == body.hidden_size, "target_hidden_size", f"be the head's own, {body.hidden_size}", width)
     check(
