@@ -20,7 +20,7 @@ from bench.records import write
 from pdkernels.evaluation.machine import facts
 
 RESULT = Path(__file__).parent / "results/long_drafts.json"
-POSITIONS = (100, 1024, 4096)
+POSITIONS = (100, 1024, 4096, 8000)
 SIZES = (4, "auto")
 
 

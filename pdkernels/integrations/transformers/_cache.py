@@ -313,8 +313,8 @@ class PdWindow(PdLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        heads, _, _ = self.owner.sizes(key_states, value_states)
-        check_alike(tuple(self._sides[0].shape[2:]), heads, self._sides[0].device, key_states.device)
+        heads, kept_heads = self.owner.sizes(key_states, value_states)[0], tuple(self._sides[0].shape[2:])
+        check_alike(kept_heads, heads, self._sides[0].device, key_states.device)
         self.widths = (key_states.shape[3], value_states.shape[3])
         first, length = self._first(self.length), self.length + key_states.shape[2]
         self.owner.check_room(length)
