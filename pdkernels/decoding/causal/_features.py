@@ -83,9 +83,11 @@ class FeatureSteps(DrafterSteps):
             return []
         self._taps_rows = False
         torch.minimum(next_length, self.remaining, out=pending)
+        read = known
         for entry in entries:
-            known = self._as_verified(entry, known)
+            read, known = known, self._as_verified(entry, known)
         entries[-1][0][self.entry.column("pending")] = int(pending)
+        self.accept(torch.tensor(read, device=pending.device), torch.ones_like(pending), self.entry.draft)
         return [self.entry.rows(entry) for entry in entries]
 
     def _as_verified(self, entry: list[list[int]], known: list[list[int]]) -> list[list[int]]:

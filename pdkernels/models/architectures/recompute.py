@@ -18,9 +18,9 @@ from pdkernels.cache import Cache, WindowedCache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.architectures.attention import Visibility, attend
+from pdkernels.models.architectures.caches import rewrite_
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import Pools
-from pdkernels.models.architectures.caches import rewrite_
 from pdkernels.models.architectures.lora import AdaptedRows
 from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.models.architectures.windows import Window, Windows, hide
