@@ -406,6 +406,20 @@ def test_a_file_of_a_training_script_is_loaded_by_its_path(tmp_path: Path) -> No
         models.load(path, adapter=tmp_path)
 
 
+@pytest.mark.parametrize(
+    "shapes", ["[1", "[1]", '{"x": 1}', '{"x": [-2]}', '{"x": [9]}', '{"x": [1, "a"]}', '{"x": [3]}']
+)
+def test_broken_planes_are_refused(tmp_path: Path, shapes: str) -> None:
+    """A file as wheels have them, with shapes that its bytes do not fill, or with other tensors than planes."""
+    path = tmp_path / "other.safetensors"
+    metadata = {"config": json.dumps(asdict(models.load("tiny-code").config) | {"layers": 1}), "shapes": shapes}
+    for planes in ({"exponents": 3, "fractions": 3}, {"exponents": 3, "fractions": 2}, {"exponents": 3}):
+        tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in planes.items()}
+        save_file(tensors, path, metadata=metadata)
+        with pytest.raises((ValueError, TypeError), match=r"pdkernels.models.load: "):
+            models.load(path)
+
+
 @pytest.mark.parametrize("wrong", ["text", "no config", "broken config", "a million layers"])
 def test_other_files_are_refused(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "other.safetensors"

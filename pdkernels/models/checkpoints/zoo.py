@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -287,8 +288,10 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
 
 def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
     with safe_open(path, framework="pt") as file:
-        metadata, tensors = file.metadata(), len(file.keys())
+        metadata, names = file.metadata(), file.keys()
     fields = json.loads(metadata["config"])
+    planes = json.loads(metadata["shapes"]) if "shapes" in metadata else None
+    tensors = len(names if planes is None else planes)
     # Before modules are built: every layer has tensors.
     maximum = max((value for name, value in fields.items() if "layers" in name), default=0)
     check(maximum <= tensors, OP, f"config of {path.name}", "have no more layers than tensors", maximum)
@@ -308,7 +311,18 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)
     tokenizer = ByteTokenizer(max(config.vocab_size - ByteTokenizer.vocab_size, 0))
     ends, dtype = tokenizer.end_tokens, dtype or torch.float32
-    return _assemble(config, {**load_file(path)}, dtype, device, tokenizer, ends, mask_token, plan_tokens)
+    state: dict[str, Stated] = {**load_file(path)}
+    if planes is not None:
+        state = {**_from_planes(_numbers(state), planes)}
+    return _assemble(config, state, dtype, device, tokenizer, ends, mask_token, plan_tokens)
+
+
+def _from_planes(planes: Mapping[str, torch.Tensor], shapes: Mapping[str, list[int]]) -> dict[str, torch.Tensor]:
+    """The tensors of a file as wheels have them: `in_planes` in setup.py."""
+    turned = planes["exponents"].to(torch.int16) << 8 | planes["fractions"]
+    numbers = (turned >> 1 & 0x7FFF | turned << 15).view(torch.bfloat16)
+    parts = numbers.split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape).clone() for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def _load_trained(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
