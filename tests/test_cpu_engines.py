@@ -22,7 +22,7 @@ from bench import (
     same_tokens,
 )
 from bench.cpu_engines import ANSWER, MIN_ROUNDS, Cell
-from bench.cpu_processes import Refused, Worker
+from bench.cpu_processes import Ended, Refused, Worker
 from bench.workers import ik_llama, peers
 from bench.workers.engine import DRAFT
 
@@ -190,6 +190,27 @@ def test_answers_that_change_are_counted() -> None:
     assert "| a | 0 of 3 | 1 of 3 (1) | 0 of 3 | - | 0 of 3 | 0 of 3 | 2.00x |" in table and "| b |" not in table
     untimed = same_tokens.same_tokens(found | {"speed": False})
     assert "| a | 0 of 3 | 1 of 3 (1) | 0 of 3 | - | 0 of 3 | 0 of 3 |\n" in untimed and "speed" not in untimed
+
+
+def test_a_process_that_ended_is_no_refusal_of_a_way(tmp_path: Path) -> None:
+    """However often it is asked; its row stays as it was."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho \'{"found": 1}\'\nexit 9\n')
+    (tmp_path / "python").chmod(0o755)
+    worker = Worker(str(tmp_path / "python"), {"threads": 1})
+    worker.process.wait()
+    for _ in range(2):
+        with pytest.raises(Ended, match="its process ended with 9"):
+            worker("drafted", [1], 4, "none")
+    worker.end()
+
+    def again(way: str, prompts: Any, new: int) -> Any:
+        raise Ended("its process ended with -9")
+
+    row: dict[str, Any] = {"questions": 0, "refused": {}}
+    engine: Any = SimpleNamespace(alone=lambda prompts, new: (1.0, [[7] * new]), again=again)
+    with pytest.raises(Ended):
+        same_tokens.measure(engine, [[1]], 4, row)
+    assert row == {"questions": 0, "refused": {}}
 
 
 def test_prompts_of_a_batch_are_padded_on_the_left() -> None:

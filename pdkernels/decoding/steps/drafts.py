@@ -74,8 +74,9 @@ class DraftSteps(Steps):
         self.remaining = torch.zeros_like(self.cache.lengths)
         """``(batch,)``: remaining tokens; 0 once a sequence is done."""
         self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
-        places = self.entry.table, self.entry.column("draft"), self.remaining, self.ends, self.banned
-        self.greedy = greedy_steps(self.model, self.cache, *places)
+        if not columns or "draft" in columns:
+            places = self.entry.table, self.entry.column("draft"), self.remaining, self.ends, self.banned
+            self.greedy = greedy_steps(self.model, self.cache, *places)
         if isinstance(self.cache, WindowedCache):
             self.cache.bounded = self.entry.pending
 
