@@ -194,7 +194,7 @@ def test_answers_that_change_are_counted() -> None:
 
 def test_a_process_that_ended_is_no_refusal_of_a_way(tmp_path: Path) -> None:
     """However often it is asked; its row stays as it was."""
-    (tmp_path / "python").write_text('#!/bin/sh\necho \'{"found": 1}\'\nexit 9\n')
+    (tmp_path / "python").write_text("#!/bin/sh\necho '{\"found\": 1}'\nexit 9\n")
     (tmp_path / "python").chmod(0o755)
     worker = Worker(str(tmp_path / "python"), {"threads": 1})
     worker.process.wait()
