@@ -89,13 +89,13 @@ class DrafterSteps(DraftSteps):
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         entry, width = self.entry, width or self.slots
         if width == 1 and not self.reads_rows:
-            known = entry.draft.clone()
+            draft = entry.draft.clone()
             accepted = self.plain_step()
             if accepted is not None:
                 entry.checked.copy_(accepted)
-                entry.verified[:, :1], entry.predictions[:, :1], self._forced = known, entry.draft, None
+                entry.verified[:, :1], entry.predictions[:, :1], self._forced = draft, entry.draft, None
                 self._next_length(accepted)
-                self.accept(known, accepted, entry.draft)
+                self.accept(draft, accepted, entry.draft)
                 return
         draft = entry.draft.clone() if width == 1 else torch.cat([entry.draft, self.draft(width)], 1)
         self._forced = None

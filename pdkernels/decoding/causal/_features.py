@@ -74,7 +74,7 @@ class FeatureSteps(DrafterSteps):
             return []
         pending, before = self.entry.pending, [tensor.clone() for tensor in lengths.state]
         steps = lengths.pause_(pending, self.remaining, UNWATCHED)
-        next_length, known = pending.clone(), self.entry.draft.tolist()
+        next_length, tokens = pending.clone(), self.entry.draft.tolist()
         pending.fill_(1)
         entries = self.greedy.run(steps)
         if entries is None:
@@ -83,17 +83,17 @@ class FeatureSteps(DrafterSteps):
             return []
         self._taps_rows = False
         torch.minimum(next_length, self.remaining, out=pending)
-        read = known
+        read = tokens
         for entry in entries:
-            read, known = known, self._as_verified(entry, known)
+            read, tokens = tokens, self._as_verified(entry, tokens)
         entries[-1][0][self.entry.column("pending")] = int(pending)
         self.accept(torch.tensor(read, device=pending.device), torch.ones_like(pending), self.entry.draft)
         return [self.entry.rows(entry) for entry in entries]
 
-    def _as_verified(self, entry: list[list[int]], known: list[list[int]]) -> list[list[int]]:
+    def _as_verified(self, entry: list[list[int]], tokens: list[list[int]]) -> list[list[int]]:
         """Completes an entry after a step of known tokens alone; returns the next ones."""
         draft, verified, predictions, checked = map(self.entry.column, ("draft", "verified", "predictions", "checked"))
-        for row, (token,) in zip(entry, known, strict=True):
+        for row, (token,) in zip(entry, tokens, strict=True):
             row[verified], row[predictions], row[checked] = token, row[draft], 1
         return [[row[draft]] for row in entry]
 

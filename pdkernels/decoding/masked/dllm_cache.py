@@ -61,7 +61,7 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    canvas, blocks, kept = _begin(
+    canvas, blocks, refreshed = _begin(
         session,
         prompt_interval=prompt_interval,
         gen_interval=gen_interval,
@@ -79,7 +79,7 @@ def decode(
     )
     if not blocks:
         return canvas.finish()
-    return fill(canvas, KeptCanvas(session, canvas, **kept), blocks, steps, remasking == "random")
+    return fill(canvas, KeptCanvas(session, canvas, **refreshed), blocks, steps, remasking == "random")
 
 
 def _begin(
@@ -105,7 +105,7 @@ def _begin(
     canvas, blocks = begin(_OP, session, **options)
     guided = options["guidance"] > 0
     check(guided or guidance_interval == 1, _OP, "guidance_interval", "be 1 without guidance", guidance_interval)
-    kept = {
+    refreshed = {
         "prompt_interval": prompt_interval,
         "gen_interval": gen_interval,
         "transfer_ratio": transfer_ratio,
@@ -113,7 +113,7 @@ def _begin(
         "guidance_interval": guidance_interval,
         "page_size": page_size,
     }
-    return canvas, blocks, kept
+    return canvas, blocks, refreshed
 
 
 class CachedSteps(LladaSteps):
@@ -123,8 +123,8 @@ class CachedSteps(LladaSteps):
 
     def __init__(self, session: Session, **options: Any) -> None:
         chosen = with_defaults(decode, options)
-        canvas, blocks, kept = _begin(session, **chosen)
-        self.kept = KeptRows(session, canvas, **kept)
+        canvas, blocks, refreshed = _begin(session, **chosen)
+        self.kept = KeptRows(session, canvas, **refreshed)
         self._build_blocks(session, canvas, self.kept, blocks, chosen["steps"], chosen["remasking"])
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:

@@ -89,7 +89,7 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    canvas, options, kept = _begin(
+    canvas, options, refreshed = _begin(
         session,
         block_size=block_size,
         max_exploration=max_exploration,
@@ -108,7 +108,7 @@ def decode(
     )
     if session.max_new_tokens == 0:
         return canvas.finish()
-    forward = WholeCanvas(session, canvas) if kept is None else KeptCanvas(session, canvas, **kept)
+    forward = WholeCanvas(session, canvas) if refreshed is None else KeptCanvas(session, canvas, **refreshed)
     return Loop(session, canvas, forward, options).run()
 
 
@@ -222,8 +222,8 @@ class SlowFastSteps(CanvasSteps):
     needs_host, led = "cycles, whose windows the host chooses", True
 
     def __init__(self, session: Session, **options: Any) -> None:
-        canvas, self.options, kept = _begin(session, **with_defaults(decode, options))
-        self.kept = None if kept is None else KeptRows(session, canvas, **kept)
+        canvas, self.options, refreshed = _begin(session, **with_defaults(decode, options))
+        self.kept = None if refreshed is None else KeptRows(session, canvas, **refreshed)
         self.rows = WholeCanvas(session, canvas) if self.kept is None else self.kept
         self._build(session, canvas, self.rows, min(self.options.block_size, canvas.limit))
         self.spans = [Span(canvas.limit, self.options) for _ in range(session.batch)]

@@ -329,12 +329,12 @@ class PdWindow(PdLayer):
                     kept[:, : self.length - base] = kept[:, base - self.base : self.length - self.base].clone()
                 after = base if moves else self.base
                 kept[:, self.length - after : length - after] = rows
-                whole = kept[:, first - after : length - after]
+                joined = kept[:, first - after : length - after]
             else:
-                whole = torch.cat([kept[:, : self.length - self.base], rows], 1)
-                kept[:, : length - end] = whole[:, end - self.base :]
-                whole = whole[:, first - self.base :]
-            seen.append(narrowed(whole.transpose(1, 2), self.widths[side]))
+                joined = torch.cat([kept[:, : self.length - self.base], rows], 1)
+                kept[:, : length - end] = joined[:, end - self.base :]
+                joined = joined[:, first - self.base :]
+            seen.append(narrowed(joined.transpose(1, 2), self.widths[side]))
         self.base = end if not fits else base if moves else self.base
         self.length = length
         return seen[0], seen[1]

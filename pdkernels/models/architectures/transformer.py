@@ -229,9 +229,9 @@ class Transformer(nn.Module):
         below `max_positions` or T, and `rows` below T.
         """
         if cache is not None and rows is None and cu_seqlens is None and positions is None and adapted is False:
-            whole = self._whole(tokens, cache, counts, mask, with_logits=True)
-            if whole is not None:
-                return whole[1]
+            results = self._whole(tokens, cache, counts, mask, with_logits=True)
+            if results is not None:
+                return results[1]
         packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
         x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted, **packed)
         if rows is not None:
@@ -267,18 +267,16 @@ class Transformer(nn.Module):
         adapted: bool | torch.Tensor = False,
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The input of `logits` for all rows, `(batch, T, hidden_size)`, for callers that choose the rows later.
-
-        The arguments are those of a forward.
-        """
+        """The input of `logits` for all rows, `(batch, T, hidden_size)`, of a forward with these arguments, for callers
+        that choose the rows later."""
         if cu_seqlens is not None:
             alone = counts is None and positions is None and mask is None and adapted is False
             check(alone, "Transformer", "cu_seqlens", "come without counts, positions, mask and adapted", "with them")
             return self._packed(tokens, cache, cu_seqlens)
         if cache is not None and positions is None and adapted is False:
-            whole = self._whole(tokens, cache, counts, mask, with_logits=False)
-            if whole is not None:
-                return whole[0]
+            results = self._whole(tokens, cache, counts, mask, with_logits=False)
+            if results is not None:
+                return results[0]
         return self._forward(tokens, cache, counts, positions, mask, adapted, {})
 
     @property
@@ -375,9 +373,9 @@ class Transformer(nn.Module):
         """
         taps = checked_taps("Transformer.tapped", taps, self.config.layers)
         if cache is not None and positions is None and adapted is False:
-            whole = self._whole(tokens, cache, counts, mask, False, taps)
-            if whole is not None:
-                return Tapped(whole[0], whole[2])
+            results = self._whole(tokens, cache, counts, mask, False, taps)
+            if results is not None:
+                return Tapped(results[0], results[2])
         states: dict[int, torch.Tensor | None] = dict.fromkeys(taps)
         hidden = self._forward(tokens, cache, counts, positions, mask, adapted, states)
         return Tapped.of(hidden, states, taps)
@@ -403,9 +401,8 @@ class Transformer(nn.Module):
         # The cache has no autograd graph, so a forward on it has none either.
         with torch.no_grad():
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
-            rows = self._new_rows(rotation, visibility, cache, counts)
             lora = AdaptedRows.of(cache.adapters, tokens.shape[1], None, tokens.device)
-            rows = rows if lora is None else rows._replace(lora=lora)
+            rows = self._new_rows(rotation, visibility, cache, counts)._replace(lora=lora)
             rows = rows.pooled(self.config.experts, tokens, cache.lengths, positions, counts if mask is None else None)
             return self._run(tokens, self._windowed(rows, tokens.shape[1], cache.lengths, positions), gate, states)
 
@@ -532,16 +529,15 @@ class Transformer(nn.Module):
             return rows
         visibility = rows.visibility
         if visibility.mask is None and not self._has_kernels():
-            triangle = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()
-            visibility = uncached_visibility(triangle)
+            visibility = uncached_visibility(torch.ones(count, count, dtype=torch.bool, device=self.device).tril())
         seen = seen_by_layer(windows, visibility, count, self.device, lengths, offsets)
         if self._window_tables is not None:
             where = torch.arange(count, device=self.device) if offsets is None else offsets
             where = where if lengths is None else lengths[:, None] + where
             limit = max(self.config.max_positions, count) if rows.cache is None else rows.cache.capacity + count
-            if rows.cache is None:
-                if where.numel() and where.device.type == "cpu" and not torch.compiler.is_compiling():
-                    limit = int(where.max()) + 1
+            on_host = where.device.type == "cpu" and not torch.compiler.is_compiling()
+            if rows.cache is None and where.numel() and on_host:
+                limit = int(where.max()) + 1
             local = self._rotation(self._window_tables.covering(limit, self.device, self.dtype), where)
             seen = tuple(
                 each if window is None else each._replace(rotation=local)
@@ -559,17 +555,15 @@ class Transformer(nn.Module):
         gate: torch.Tensor | None,
         states: dict[int, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
-        x, first, layers = self.embed(tokens), 0, self.config.layers
+        x, first, layers, states = self.embed(tokens), 0, self.config.layers, states or {}
         if states and gate is None and isinstance(rows, NewRows):
             tapped = whole_step.run_layers(self, x, rows, 0, layers, [*states])
             if tapped is not None:
                 states.update(zip(states, tapped[1].unbind(-2), strict=True))
                 return tapped[0]
-        for tap in sorted(states or ()):
-            x = self._run_layers(x, rows, gate, first, tap)
+        for tap in sorted(states):
+            x = states[tap] = self._run_layers(x, rows, gate, first, tap)
             first = tap
-            assert states is not None
-            states[tap] = x
         return self._run_layers(x, rows, gate, first, layers)
 
     def _run_layers(
@@ -579,9 +573,9 @@ class Transformer(nn.Module):
         if first == end:
             return x
         if gate is None and isinstance(rows, NewRows):
-            whole = whole_step.run_layers(self, x, rows, first, end)
-            if whole is not None:
-                return whole[0]
+            results = whole_step.run_layers(self, x, rows, first, end)
+            if results is not None:
+                return results[0]
         added: torch.Tensor | None = None
         for index, layer in enumerate(islice(self.layers, first, end), first):
             lora = None if rows.lora is None else partial(rows.lora.add, layer=index)

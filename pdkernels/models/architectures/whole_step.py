@@ -211,14 +211,14 @@ class Seen(NamedTuple):
     classes: tuple[type, ...]
 
     @classmethod
-    def of(cls, model: Any, others: Sequence[nn.Module] = ()) -> Seen:
+    def of(cls, model: Any, holders: Sequence[nn.Module] = ()) -> Seen:
         dictionaries: list[dict[str, Any]] = [model._parameters, model._modules, model.layers._modules]
-        for other in others:
-            dictionaries += [other._parameters, other._modules]
+        for holder in holders:
+            dictionaries += [holder._parameters, holder._modules]
         for layer in model.layers:
             dictionaries += [vars(layer), layer._parameters, layer._modules]
             dictionaries += [getattr(layer, name) for name in _HOOKS]
-        for owner in (model, *others, *model.layers):
+        for owner in (model, *holders, *model.layers):
             for weight in filter(None, owner._modules.values()):
                 if type(weight) is QuantizedWeight:
                     dictionaries.append(weight._buffers)
@@ -243,13 +243,13 @@ class Binding:
         """None: some layer is another class, has hooks, or keeps its parameters in another way."""
         kept = self._kept
         if kept is None or not unchanged(*kept[0]):
-            kept = self._kept = Seen.of(model, self.others(model)), _bound(model, self.parts(model))
+            kept = self._kept = Seen.of(model, self.holders(model)), _bound(model, self.parts(model))
         return kept[1]
 
     def parts(self, model: Any) -> Parts:
         return Parts(model.config, model.embedding, model.embedding if model.head is None else model.head)
 
-    def others(self, model: Any) -> Sequence[nn.Module]:
+    def holders(self, model: Any) -> Sequence[nn.Module]:
         """The modules beside `model` that hold some of `parts`."""
         return ()
 
@@ -263,15 +263,15 @@ class Binding:
         return type(self)()
 
 
-def _bound(model: Any, parts: Parts) -> Tensor | None:
-    config = parts.config
+def _bound(model: Any, bindable: Parts) -> Tensor | None:
+    config = bindable.config
     if not config.usual or any(map(_differs, model.layers)):
         return None
     parameters = TransformerParameters([], [], [], [], [])
-    parameters.add_matrix(parts.embedding)
-    parameters.add_matrix(parts.head)
-    if parts.paired is not None:
-        *norms, merge = parts.paired
+    parameters.add_matrix(bindable.embedding)
+    parameters.add_matrix(bindable.head)
+    if bindable.paired is not None:
+        *norms, merge = bindable.paired
         parameters.tensors.extend(norms)
         parameters.add_matrix(merge)
     try:
@@ -285,7 +285,7 @@ def _bound(model: Any, parts: Parts) -> Tensor | None:
     interleaved, scale = config.rope_style == "interleaved", config.head_dim**-0.5
     sizes = len(model.layers), config.heads, config.kv_heads, config.head_dim
     routing = RoutingArguments.of(config.experts)
-    eps, pairs = config.norm_eps, parts.pairs._replace(paired=parts.paired is not None)
+    eps, pairs = config.norm_eps, bindable.pairs._replace(paired=bindable.paired is not None)
     arguments = BindArguments(model.norm, parameters, *sizes, interleaved, scale, eps, routing, pairs)
     try:
         bound: Tensor = _bind(*flat(arguments))

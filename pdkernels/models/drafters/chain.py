@@ -62,16 +62,16 @@ class DrafterBinding(Binding):
         """Whose embedding and head it shares; None: rows of the embedding are given, and logits are not asked for."""
 
     def parts(self, model: Any) -> Parts:
-        parts: Parts = model.parts()
+        bindable: Parts = model.parts()
         if self.target is None:
-            return parts
-        target, (embedding, head) = self.target, (parts.embedding, parts.head)
+            return bindable
+        target, (embedding, head) = self.target, (bindable.embedding, bindable.head)
         shared = target.embedding if target.head is None else target.head
-        return parts._replace(
+        return bindable._replace(
             embedding=target.embedding if embedding is None else embedding, head=shared if head is None else head
         )
 
-    def others(self, model: Any) -> Sequence[nn.Module]:
+    def holders(self, model: Any) -> Sequence[nn.Module]:
         return () if self.target is None else (self.target,)
 
 

@@ -106,8 +106,8 @@ class DFlashHead(DrafterHead):
     head: Matrix | None
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.config, body = config, config.body
+        super().__init__(config)
+        body = config.body
         width = body.hidden_size
         embedding = nn.Parameter(torch.empty(body.vocab_size, width)) if config.own_embedding else None
         self.register_parameter("embedding", embedding)
@@ -162,8 +162,8 @@ class DFlashHead(DrafterHead):
         rows = new_rows(body, self.tables, embedded, count, cache, mask=_whole(count, embedded.device))
         if any(body.windows):
             rows = rows._replace(seen=self._seen(rows.visibility, count, cache))
-        whole = run_layers(self, embedded, rows, 0, body.layers)
-        return self.run(embedded, rows.attend_) if whole is None else whole[0]
+        results = run_layers(self, embedded, rows, 0, body.layers)
+        return self.run(embedded, rows.attend_) if results is None else results[0]
 
     def _seen(self, visibility: Visibility, count: int, cache: Cache) -> tuple[Seen, ...]:
         """What rows see in each layer: all rows of a block begin with the same row of the context."""

@@ -74,6 +74,7 @@ class DFlash2Layer(Layer):
         attend: Callable[..., Tensor],
         adapted: Tensor | None,
         lora: Added | None = None,
+        **routing: Any,
     ) -> tuple[Tensor, Tensor]:
         """As of `Layer`, over the rows of one block."""
         x, normed = (x, self.normed(x)) if added is None else self._sum(added, x, self.attention_norm)

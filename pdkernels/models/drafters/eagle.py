@@ -127,8 +127,8 @@ class EagleHead(DrafterHead):
     """The decoding method that it is for."""
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.config, body = config, config.body
+        super().__init__(config)
+        body = config.body
         taps, width = len(config.taps), config.target_hidden_size
         embedding = nn.Parameter(torch.empty(body.vocab_size, body.hidden_size)) if config.own_embedding else None
         self.register_parameter("embedding", embedding)
@@ -185,8 +185,8 @@ class EagleHead(DrafterHead):
         """
         with torch.no_grad():
             rows = new_rows(self.config.body, self.tables, embedded, embedded.shape[1], cache, counts, positions, mask)
-            whole = run_layers(self, hidden, rows, 0, len(self.layers), beside=embedded)
-            return self.run(embedded, hidden, rows) if whole is None else whole[0]
+            results = run_layers(self, hidden, rows, 0, len(self.layers), beside=embedded)
+            return self.run(embedded, hidden, rows) if results is None else results[0]
 
     def parts(self) -> Parts:
         config, first = self.config, cast(EagleLayer, self.layers[0])

@@ -53,8 +53,9 @@ class DrafterHead(nn.Module):
     embedding: Matrix | None
     head: Matrix | None
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
+        self.config = config
         self.binding = DrafterBinding()
 
     @torch.no_grad()

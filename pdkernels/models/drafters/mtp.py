@@ -83,8 +83,8 @@ class MtpHead(DrafterHead):
     head: None
 
     def __init__(self, config: MtpConfig) -> None:
-        super().__init__()
-        self.config, body = config, config.body
+        super().__init__(config)
+        body = config.body
         width = body.hidden_size
         for name in ("embedding", "head"):
             self.register_parameter(name, None)
@@ -120,9 +120,9 @@ class MtpHead(DrafterHead):
             cache: of `new_cache`; `counts` as in a forward of `Transformer`.
         """
         with torch.no_grad():
-            whole = None if self._hybrid else self._whole(embedded, hidden, cache, counts)
-            if whole is not None:
-                return whole
+            output = None if self._hybrid else self._whole(embedded, hidden, cache, counts)
+            if output is not None:
+                return output
             halves = self._normed(embedded, "embedding_norm"), self._normed(hidden, "hidden_norm")
             x = linear(torch.cat(halves[::-1] if self.config.hidden_first else halves, -1), self.fc)
             return self._normed(self._layer(x, cache, counts), "norm")
@@ -130,8 +130,8 @@ class MtpHead(DrafterHead):
     def _whole(self, embedded: Tensor, hidden: Tensor, cache: Cache, counts: Tensor | None) -> Tensor | None:
         """A forward as one op; None: it must run part by part."""
         rows = new_rows(self.config.body, self.tables, hidden, hidden.shape[1], cache, counts)
-        whole = run_layers(self, hidden, rows, 0, 1, beside=embedded)
-        return None if whole is None else whole[0]
+        results = run_layers(self, hidden, rows, 0, 1, beside=embedded)
+        return None if results is None else results[0]
 
     def parts(self) -> Parts:
         pairs = PairedArguments(x_first=self.config.hidden_first, normed_out=True)
