@@ -36,23 +36,25 @@ class Worker:
 
     def __call__(self, *told: Any) -> Any:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # a process that has ended has no answer either
+        with suppress(BrokenPipeError):  # that it has ended is told below
             self.process.stdin.write(json.dumps(told) + "\n")
             self.process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> Any:
-        """Raises Refused with the engine's words."""
+        """Raises Refused with the engine's words, or Ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = json.loads(line) if line else {"error": f"its process ended with {self.process.wait()}"}
+        if not line:
+            raise Ended(f"its process ended with {self.process.wait()}")
+        found = json.loads(line)
         if "error" in found:
             raise Refused(found["error"])
         return found["found"]
 
     def end(self) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):  # of a process that has ended, the last question is still to be written
             self.process.stdin.close()
         try:
             self.process.wait(20)
@@ -63,6 +65,10 @@ class Worker:
 
 class Refused(Exception):
     """An engine cannot do it."""
+
+
+class Ended(Refused):
+    """The engine's process is no more, for want of memory or by a fault."""
 
 
 def _path(python: str) -> str:
