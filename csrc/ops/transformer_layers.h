@@ -72,7 +72,7 @@ struct TransformerLayersArgs {
   const LayerArgs* layers;
   int64_t layer_count;                 // 0: the norm and the head alone
   const IndexView* starts;             // of each layer, as in SpeculativeArgs; nullptr: none has one
-  const LayerMatrix* embedding;        // nullptr: x is given
+  const LayerMatrix* embedding;        // of x, or of `beside` where x is given; nullptr: both are
   IndexView ids;                       // (entries, rows of one), with an embedding
   const PairedRows* paired = nullptr;  // nullptr: the layers begin with x, or with the embedding's rows
   RowsView x, beside, out;        // contiguous; the result: x plus what the layers add; `beside`: rows of the embedding

@@ -24,6 +24,7 @@ from pdkernels.models import (
     TransformerConfig,
 )
 from pdkernels.models.architectures import greedy_steps
+from pdkernels.models.architectures.windows import Window
 from pdkernels.models.drafters import chain
 from tests.models.test_whole_step import both, count_runs
 
@@ -73,11 +74,10 @@ def mtp(model: Transformer, hidden_first: bool = False) -> MtpHead:
     return head.to(model.dtype).requires_grad_(False).eval()
 
 
-def dflash(model: Transformer, **options: Any) -> DFlashHead:
+def dflash(model: Transformer, whole_blocks: bool = False, **options: Any) -> DFlashHead:
     torch.manual_seed(8)
-    config = DFlashConfig(
-        body(2, qk_norm=True, **options), taps=(1, 3), block_size=4, mask_token=0, draft_vocab_size=20
-    )
+    of, sizes = body(2, qk_norm=True, **options), {"block_size": 4, "mask_token": 0, "draft_vocab_size": 20}
+    config = DFlashConfig(of, taps=(1, 3), whole_blocks=whole_blocks, **sizes)
     return DFlashHead(config).to(model.dtype).requires_grad_(False).eval()
 
 
@@ -90,7 +90,7 @@ def forwards(model: Transformer, head: Any) -> list[torch.Tensor]:
     if isinstance(head, DFlashHead):
         head.read(features, cache=own, counts=torch.tensor([6, 4]))
         own.commit_(torch.tensor([6, 4]))
-        return [hidden, taps, head(model.embed(tokens[:, :4]), cache=own), own.k[:, :, :4].clone()]
+        return [hidden, taps, head(model.embed(tokens[:, :4]), cache=own)]
     rows = head(model.embed(tokens), features, cache=own, counts=torch.tensor([6, 4]))
     own.commit_(torch.tensor([6, 4]))
     more = head(model.embed(tokens[:, :1]), rows[:, 3:4], cache=own, counts=torch.tensor([1, 0]))
@@ -123,13 +123,15 @@ def test_mtp_has_the_bits_of_its_parts(monkeypatch: pytest.MonkeyPatch, hidden_f
     assert len(runs) == 3
 
 
+@pytest.mark.parametrize("windows", [(), (None, Window(2)), (Window(3), Window(3))], ids=str)
 @pytest.mark.parametrize("whole_blocks", [False, True])
-def test_dflash_has_the_bits_of_its_parts(monkeypatch: pytest.MonkeyPatch, whole_blocks: bool) -> None:
+def test_dflash_has_the_bits_of_its_parts(monkeypatch: pytest.MonkeyPatch, whole_blocks: bool, windows: Any) -> None:
+    """Rows of layers with windows that do not see their whole block have a plan of their own."""
     model = target(torch.bfloat16)
-    head, runs = dflash(model), count_runs(monkeypatch)
+    head, runs = dflash(model, whole_blocks, windows=windows), count_runs(monkeypatch)
     with inference():
         both(monkeypatch, lambda: forwards(model, head))
-    assert len(runs) == 2
+    assert len(runs) == 1 + (whole_blocks or not windows)
 
 
 def test_taps_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +195,38 @@ def test_a_chain_drafts_what_single_forwards_draft(monkeypatch: pytest.MonkeyPat
     assert drafted(model, head.method, prompts, **options) == found and len(chains) == ran
 
 
-def test_what_draws_or_is_forced_is_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["draws", "hook", "method", "class"])
+def test_what_draws_or_was_changed_is_no_chain(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     model, chains = target(), chain_runs(monkeypatch)
     head = eagle(model)
-    assert drafted(model, "eagle", PROMPTS[0], drafter=head, block_size=4, temperature=1.0, seed=3)
+    drawn = {"temperature": 1.0, "seed": 3} if why == "draws" else {}
+    if why == "hook":
+        head.register_forward_hook(lambda module, given, rows: -rows)
+    elif why == "method":
+        head.logits = lambda hidden: -EagleHead.logits(head, hidden)  # type: ignore[method-assign]
+    elif why == "class":
+        head.__class__ = type("Mine", (EagleHead,), {"logits": lambda self, hidden: -EagleHead.logits(self, hidden)})
+    found = drafted(model, "eagle", PROMPTS[0], drafter=head, block_size=4, **drawn)
     assert not chains
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "0")
+    assert drafted(model, "eagle", PROMPTS[0], drafter=head, block_size=4, **drawn) == found
+
+
+def test_a_chain_without_a_choice_goes_on_guess_by_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a smaller model has read is then as if it had never begun."""
+    model, run, failed = target(), greedy_steps.GreedySteps.run, []
+
+    def without_choice(self: Any, steps: int) -> Any:
+        entries = run(self, steps)
+        if entries is not None and steps > 1:
+            entries[-1][0][1] = -1
+            failed.append(1)
+        return entries
+
+    options = {"drafter": target(), "block_size": 5}
+    expected = drafted(model, "draft_model", **options)
+    monkeypatch.setattr(greedy_steps.GreedySteps, "run", without_choice)
+    assert drafted(model, "draft_model", **options) == expected and failed
 
 
 def test_a_changed_drafter_or_target_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,26 @@ def test_what_is_not_followed_is_refused(fields: Any, error: Any, text: str, tmp
     assert text in str(caught.value) and type(caught.value) is error
 
 
+def test_a_null_is_no_pool(tmp_path: Path) -> None:
+    assert models.load(write(tmp_path, expert_capacity=None)).config.experts.pool == 0
+
+
+def test_experts_of_blocks_are_not_wrapped() -> None:
+    transformers = pytest.importorskip("transformers")
+    from pdkernels.integrations.transformers import wrap
+
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, expert_capacity=4))
+    with pytest.raises(NotImplementedError, match="choose the experts of each row by itself"):
+        wrap(model, mask_token=19, predicts="own")
+
+
 def test_the_choice_of_experts() -> None:
     """By the words of the published gate, row by row."""
     draw = torch.Generator().manual_seed(0)

@@ -138,6 +138,7 @@ class KeptRows:
         self._options = {"page_size": page_size, **options}
         # A sequence takes its cache with its first forward: prompts have none of their own.
         self._caches: list[list[FeatureCache]] = [[] for _ in range(session.batch)]
+        FeatureCache(self._model, self._together, 1, 1, **self._options)  # refuses what it does not take
         self._compared: list[torch.Tensor] = [torch.empty(0)] * session.batch
         self._ahead, self.batch = rows_ahead(self._model), session.batch
         self.taking, self.ran = [True] * session.batch, [1] * session.batch
@@ -153,9 +154,15 @@ class KeptRows:
             self.copy_row_(row, self, row, 0)
 
     def copy_row_(self, row: int, other: KeptRows, other_row: int, length: int) -> None:
-        """Another sequence takes a row, before its first forward, which computes everything."""
+        """Another sequence takes a row, before its first forward, which computes everything. What does not fit into memory
+        fails here, and alone."""
+        if other is not self and not self._caches[row]:
+            self._caches[row] = self._allocated()
         for cache in self._caches[row]:
             cache.step = 0
+
+    def _allocated(self) -> list[FeatureCache]:
+        return [FeatureCache(self._model, *self._sizes, **self._options) for _ in range(self._copies // self._together)]
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
         """As `KeptCanvas`, of the sequences of `taking`; rows of the others are 0."""
@@ -168,12 +175,8 @@ class KeptRows:
 
     def _of(self, row: int, ends: torch.Tensor | None) -> list[torch.Tensor]:
         """The streams of one sequence, ``(1, new positions, hidden_size)`` each."""
-        caches = self._caches[row]
-        if not caches:
-            caches += [
-                FeatureCache(self._model, *self._sizes, **self._options) for _ in range(self._copies // self._together)
-            ]
-        cache, *free = caches
+        self._caches[row] = self._caches[row] or self._allocated()
+        cache, *free = self._caches[row]
         canvas, before = self._canvas, cache.step
         tokens, lengths = canvas.tokens[row : row + 1], canvas.prompt_lengths[row : row + 1]
         texts = [tokens]

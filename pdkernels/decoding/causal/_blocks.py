@@ -186,7 +186,7 @@ class Blocks:
 
     def coming(self, number: int, threshold: float) -> list[int]:
         """How many positions the next steps of a sequence may fill: with a threshold that can be reached, any number."""
-        small, step = self._sizes[1], max(self.all[number].step, 0)
+        small, step = min(self._sizes[1], self.width), max(self.all[number].step, 0)
         shares = [share(small, self._steps, min(n, self._steps - 1)) for n in range(step, step + small)]
         return shares if threshold >= 1 else shares[:1] + [1] * small
 

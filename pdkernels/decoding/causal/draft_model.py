@@ -139,11 +139,15 @@ class DraftModelSteps(DrafterSteps):
             return None
         self.table[:, 0], self.table[:, 2:] = busy, guess
         torch.mul(busy, count + 1, out=self.left)
+        lengths = self.drafted.lengths.clone()
         entries = self.chain.run(count)
         if entries is None:
             return None
-        made = torch.tensor(entries, device=guess.device)[:, :, 2].T
-        return torch.nn.functional.pad(made, (0, count - len(entries)))  # fewer where logits gave no choice
+        steps = torch.tensor(entries, device=guess.device)
+        if bool((steps[:, :, 1] < 0).any()):  # logits without a choice end a sequence's steps, and a draft goes on
+            self.drafted.lengths.copy_(lengths)
+            return None
+        return steps[:, :, 2].T
 
     def _catch_up(self, busy: torch.Tensor) -> None:
         """Reads the text until what is left fits into a forward, of which layers with windows have room for some rows."""

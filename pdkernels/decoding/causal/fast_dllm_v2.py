@@ -63,6 +63,7 @@ class FastV2Steps(CanvasSteps):
     """
 
     needs_host, led = "blocks, whose next rows the host chooses", True
+    continues = False  # rows of a block see it whole
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, checked
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.steps import with_defaults
+from pdkernels.decoding.steps.contract import most_forwards
 from pdkernels.generation.noise import checked_name, checked_number, checked_size
 from pdkernels.generation.sampler import Sampler
 from pdkernels.generation.session import Session
@@ -234,8 +235,13 @@ class DreamSteps(CanvasSteps):
         self.lacks = self.needs_host = f"a `{hooks[0]}`" if hooks else ""
         canvas, limit = begin(session, **chosen), session.max_new_tokens
         self.algorithm, self.order_temperature = chosen["algorithm"], chosen["order_temperature"]
-        self.threshold, self.eps, self.steps = chosen["threshold"], chosen["eps"], chosen["steps"] or limit
+        self.threshold, self.steps = chosen["threshold"], chosen["steps"] or limit
+        check(self.steps <= most_forwards(limit), _OP, "steps", f"be at most {most_forwards(limit)}", self.steps)
+        # As numbers of the host: a device may divide by a number in another way.
+        shares = [_stays(number, self.steps, chosen["eps"]) for number in range(self.steps)]
         self._build(session, canvas, WholeCanvas(session, canvas), limit)
+        self.stays = torch.tensor(shares, dtype=torch.float64, device=self.number.device)
+        """The share of the masks that stays in each step."""
         self.begins, self.left = torch.zeros_like(self.number), torch.zeros_like(self.number)
         """Where the canvas begins, and how many masks the schedule has left."""
 
@@ -251,10 +257,9 @@ class DreamSteps(CanvasSteps):
         super().start(session)
         self.left.fill_(self.limit)
 
-    def _stays(self, number: torch.Tensor) -> torch.Tensor:
-        """`_stays` of the next step after `number` of them, by sequence."""
-        now, then = (1 + (self.eps - 1) * step.double() / self.steps for step in (number, number + 1))
-        return torch.where(number < self.steps - 1, then / now, 0.0)
+    def _stay_after(self, number: torch.Tensor) -> torch.Tensor:
+        """The share of each sequence after `number` of its steps."""
+        return self.stays[number.clamp(0, self.steps - 1)]
 
     def _plan(self, first_only: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         last, rule = self.number >= self.steps - 1, dict[str, Any]()
@@ -265,7 +270,7 @@ class DreamSteps(CanvasSteps):
         elif self.algorithm == "origin":
             rule = {"min_count": 0, "threshold": 0.5}
         else:
-            quota = (self.left * (1 - self._stays(self.number))).long() * self.entry.taking
+            quota = (self.left * (1 - self._stay_after(self.number))).long() * self.entry.taking
             self.left -= quota
             rule = {"quota": quota}
         return self.begins, self.begins + self.limit, rule
@@ -275,7 +280,7 @@ class DreamSteps(CanvasSteps):
             return guesses.probs, guesses.probs
         if self.algorithm == "origin":  # 1 where the random number reaches what the sequence's time says
             turns = self.canvas.turns(step)
-            reaches = turns >= self._stays((self.number - 1).clamp(min=0))[:, None]
+            reaches = turns >= self._stay_after(self.number - 1)[:, None]
             return reaches.to(guesses.probs.dtype), turns
         scores = _scores(self.canvas, step, guesses, self.algorithm, self.order_temperature)
         return scores, scores

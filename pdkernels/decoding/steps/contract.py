@@ -46,7 +46,7 @@ class Steps(ABC):
     any_limit: bool = True
     """Whether a generation may have fewer tokens than `limit`."""
     keeps_pages: bool = False
-    """Whether a step writes to the cache of a sequence that is done as if it continued."""
+    """Whether a step writes to the cache of a sequence that is done as if it continued; else one row at its end at most."""
     follows_grammars: bool = False
     """Whether what is filled at once fits the grammar of `session` in a running batch, too."""
     resumes: bool = False
@@ -181,6 +181,12 @@ class Steps(ABC):
         refuse_no_choice(session, entries)
         opened = self.opened(session, entries[0])
         return opened + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
+
+
+def most_forwards(limit: int) -> int:
+    """Forwards of a request in a running batch that fills `limit` positions, at most: more than settings take that fill
+    something in each."""
+    return 1024 + 4 * limit
 
 
 def with_defaults(decode: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, message, refuse
-from pdkernels.decoding.steps.contract import Steps, next_entry, refuse_no_choice
+from pdkernels.decoding.steps.contract import Steps, most_forwards, next_entry, refuse_no_choice
 from pdkernels.decoding.steps.staging import Staging
 from pdkernels.generation.batch_sampler import BatchSampler
 from pdkernels.generation.noise import checked_seeds
@@ -318,7 +318,10 @@ class RunningBatch:
             rows = [self._rows[row]]
             _refuse_failed(session)
             refuse_no_choice(session, [rows])
-            return self.steps.stepped(session, [before], rows)
+            taken, most = self.steps.stepped(session, [before], rows), most_forwards(session.max_new_tokens)
+            endless = self.steps.keeps_pages and self._taken_part[row] + taken > most
+            refuse(endless, _OP, f"a request takes more than {most} forwards", "Choose options that fill more in each.")
+            return taken
 
         self._record(row, record)
         self._show(row, session, before)

@@ -451,6 +451,9 @@ def _plain_model(op: str, model: Any) -> Any:
     if getattr(model.config, "is_encoder_decoder", False):
         expectation = "be a decoder alone"
         raise NotImplementedError(message(op, "model", expectation, f"{name}, an encoder with a decoder"))
+    if getattr(model.config, "expert_capacity", 0):  # LLaDA2.2
+        expectation = "choose the experts of each row by itself"
+        raise NotImplementedError(message(op, "model", expectation, name, "Load it with pdkernels.models.load."))
     has_head = model.get_output_embeddings() is not None and body_of(model) is not None
     check_type(has_head, op, "model", "have a language model head", name)
     return model

@@ -59,7 +59,8 @@ class ExpertsConfig:
     have the largest sum."""
     chosen_groups: int = 1
     pool: int = 0
-    """Experts that the rows of a block share: those with the largest scores of any of its rows. 0: there is no block."""
+    """Experts that the rows of a block share: those with the largest scores of any of its rows. 0: there is no block. A
+    forward waits for its device to count the blocks."""
     pool_rows: int = 0
     """Rows of such a block, counted from the text's first position."""
     scale: float = 1.0

@@ -53,8 +53,8 @@ _MATRICES = {"qkv", "output", "gate_up", "down", "experts_gate_up", "experts_dow
 
 
 class TransformerParameters(NamedTuple):
-    """The embedding, the head and the parameters of all layers, one after the other; `ParameterInputs` in
-    python_bindings/transformer_parameters.h."""
+    """The embedding, the head, what pairs rows for a drafter, and the parameters of all layers, one after the other;
+    `ParameterInputs` in python_bindings/transformer_parameters.h."""
 
     tensors: list[Tensor | None]
     parts: list[int]
@@ -318,7 +318,9 @@ def run_layers(
     fits = rotation.positions is not None and x.is_floating_point()
     if cache is None or not isinstance(plan, TilePlan) or not fits:
         return None
-    if not fused.enabled(x) or not serves(x, cache, rotation):
+    # One plan and one rotation serve all layers.
+    alike = all(seen.visibility.mask is plan and seen.rotation is None for seen in rows.seen)
+    if not alike or not fused.enabled(x) or not serves(x, cache, rotation):
         return None
     results = _results(
         model,

@@ -82,13 +82,13 @@ def save_gguf(model: Transformer, path: str | os.PathLike[str]) -> None:
 
 def _kind(config: TransformerConfig) -> str:
     sees, predicts, experts = config.attention, config.predicts, config.experts
+    if experts is not None and experts.pool:
+        fault = "a GGUF file has no key for experts that a block of rows shares"
+        raise NotImplementedError(sentence(OP, fault, "Keep the folder that it was loaded from."))
     if experts is None and sees == "bidirectional":
         return gguf_diffusion.DREAM if predicts == "next" else gguf_diffusion.LLADA
     if sees == "bidirectional" and predicts == "own":
         return gguf_diffusion.LLADA_MOE
-    if experts is not None and experts.pool:
-        fault = "a GGUF file has no key for experts that a block of rows shares"
-        raise NotImplementedError(sentence(OP, fault, "Save a folder."))
     if sees == "causal" and predicts == "own" and config.qk_norm:
         return gguf_diffusion.LLADA2
     expectation = "be one of LLaDA, Dream, LLaDA-MoE or LLaDA2"

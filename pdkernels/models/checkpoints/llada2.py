@@ -89,7 +89,7 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
     check(dense <= layers, OP, "config.json: first_k_dense_replace", f"be at most num_hidden_layers ({layers})", dense)
     if dense == layers:
         return None
-    pool = fields.integer("expert_capacity", 0, minimum=0)  # LLaDA2.2: a block's tokens share so many experts
+    pool = fields.integer("expert_capacity", 0, minimum=0, null=0)  # LLaDA2.2: a block's tokens share so many experts
     choice: dict[str, Any] = {"groups": fields.integer("n_group", 8), "chosen_groups": fields.integer("topk_group", 4)}
     if pool:  # which come before groups
         choice = {"pool": pool, "pool_rows": fields.integer("block_size")}

@@ -102,6 +102,8 @@ def draft_chain(
     """
     if type(cache) not in (ContiguousKVCache, PagedKVCache) or not torch.is_inference_mode_enabled():
         return None
+    if not head.is_plain:
+        return None
     rotation, plan = head.tables.covering(cache.capacity + 1, hidden.device, hidden.dtype), plan_of(cache, 1, None)
     if plan is None or not whole_step.serves(hidden, cast(Any, cache), rotation):
         return None

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+# What an instance may have replaced.
+_METHODS = {"forward", "run", "embed", "logits", "finished", "fused", "_compiled_call_impl"}
+
+
 class DrafterConfig:
     """What caches read."""
 
@@ -91,6 +95,13 @@ class DrafterHead(nn.Module):
     def cached_windows(self) -> Sequence[Window | None]:
         """Of each layer, what rows to come see of the cached ones; empty: all of them."""
         return ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call is a forward of one of our classes, and nothing else."""
+        hooked = self._forward_hooks or self._forward_pre_hooks
+        own = type(self).__module__.startswith(__name__.rpartition(".")[0])
+        return own and not hooked and vars(self).keys().isdisjoint(_METHODS)
 
     def parts(self) -> Parts:
         """What a forward as one op is bound to beside the layers."""
