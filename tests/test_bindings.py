@@ -130,7 +130,7 @@ def test_a_binding_takes_the_fields_of_the_schema(op: str) -> None:
         ("int64_t first, end;  // layers", "int64_t end, first, unused;"),
         ("Tensor cos, sin;\n  OptionalTensor positions;", "int64_t cos, sin;\n  OptionalTensor positions;"),
         ("Written k_cache, v_cache;  // of all layers", "Tensor k_cache, v_cache;"),
-        ("positions, starts, adapted, plan", "positions, adapted, plan, starts"),
+        ("positions, starts, adapted,", "positions, adapted, starts,"),
     ],
 )
 def test_another_order_or_kind_is_noticed(before: str, after: str) -> None:

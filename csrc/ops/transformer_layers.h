@@ -140,7 +140,7 @@ struct LayersMemory {
       scratch_bytes = std::max(scratch_bytes, matrix.scratch_bytes(rows));
     };
     if (args.head != nullptr) include(*args.head);
-    if (merged != nullptr) include(*paired->merge);
+    if (paired != nullptr && paired->merge) include(*paired->merge);
     for (int64_t i = 0; i < args.layer_count; ++i) {
       const LayerArgs& layer = args.layers[i];
       include(layer.qkv), include(layer.output);

@@ -101,10 +101,12 @@ STEPS = [
 
 @pytest.mark.parametrize(("method", "form"), STEPS, ids=[f"{name}-{form}" for name, form in STEPS])
 def test_requests_in_a_running_batch_take_as_few(method: str, form: dict[str, Any]) -> None:
-    model, limits = model_of(method), (1, 2, 3, 11)
+    model, steps = model_of(method), find(method).steps
+    assert steps is not None
+    limits = (1, 2, 3, 11) if steps.any_limit else (11,) * 4
     alone = [pd.decoding.generate(model, PROMPT, method, max_new_tokens=n, end_tokens=(), **form) for n in limits]
     largest = open_session(model, [[0] * 20] * len(limits), max(limits), ())[0]
-    batch = running_batch(find(method).steps, largest, **form)
+    batch = running_batch(steps, largest, **form)
     sessions = [open_session(model, PROMPT, limit, ())[0] for limit in limits]
     for row, session in enumerate(sessions):
         batch.admit(row, session)

@@ -113,8 +113,8 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "text, changed",
     {
-        "NotImplementedError: method must be one of autoregressive, jacobi, draft_model, eagle, dflash, mtp, linear_self_speculation, .*, got 'dream'": {
-            "method": "dream"
+        "NotImplementedError: method must be one of autoregressive, jacobi, draft_model, eagle, dflash, mtp, linear_self_speculation, .*, got 'suffix'": {
+            "method": "suffix"
         },
         "TypeError: method 'autoregressive' has no option 'window'": {"window": 3},
         "batch must be at least 1, got 0": {"batch": 0},

@@ -114,10 +114,12 @@ def test_eagle_has_the_bits_of_its_parts(
         assert len(runs) == 3
 
 
+@pytest.mark.parametrize("packed", [None, "q8_0", "q4_0"])
 @pytest.mark.parametrize("hidden_first", [False, True])
-def test_mtp_has_the_bits_of_its_parts(monkeypatch: pytest.MonkeyPatch, hidden_first: bool) -> None:
+def test_mtp_has_the_bits_of_its_parts(monkeypatch: pytest.MonkeyPatch, hidden_first: bool, packed: str | None) -> None:
     model = target()
     head, runs = mtp(model, hidden_first), count_runs(monkeypatch)
+    head = head if packed is None else head.quantized(packed)
     with inference():
         both(monkeypatch, lambda: forwards(model, head))
     assert len(runs) == 3

@@ -23,7 +23,7 @@ from pdkernels.decoding.steps import Steps, decoder
 from pdkernels.generation.noise import OWN, banned_tokens, latents
 from pdkernels.generation.session import Session
 from pdkernels.models import load
-from pdkernels.models.architectures.greedy_steps import GreedySteps, greedy_steps
+from pdkernels.models.architectures.greedy_steps import greedy_steps
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.protocols import CausalModel, missing
 from pdkernels.models.text.same_tokens import same_tokens
@@ -70,12 +70,6 @@ class DraftModelSteps(DrafterSteps):
         self.text = torch.zeros(session.batch, width, dtype=torch.int64, device=self.cache.device)
         """The text, the known token included."""
         self.most = 1  # the drafter has read all but this many tokens of any text, the known one included
-        self.table = self.text.new_zeros(session.batch, 3)
-        """Of the drafter's own steps: 1 where they count, what was accepted, and the last guess."""
-        self.left = torch.zeros_like(self.remaining)
-        self.chain: GreedySteps | None = None
-        if drafter.config.vocab_size == session.model.config.vocab_size:
-            self.chain = greedy_steps(drafter, self.drafted, self.table, 2, self.left, None, self.banned)
 
     @classmethod
     def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
@@ -119,6 +113,7 @@ class DraftModelSteps(DrafterSteps):
         tokens = self.text.gather(1, places.clamp(max=self.text.shape[1] - 1))
         guesses, counts = [], unread * busy
         rows = (counts - 1).clamp(min=0)[:, None]
+        same_size = self.drafter.config.vocab_size == self.model.config.vocab_size
         for number in range(1, width):
             logits = self._read(tokens, counts, rows)
             self.drafted.commit_(counts)
@@ -126,28 +121,14 @@ class DraftModelSteps(DrafterSteps):
             drawn = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned).clamp(min=0)
             tokens = self.or_forced(number, drawn)
             guesses.append(tokens)
-            if number == 1 and (more := self._chain(tokens, busy, width - 2)) is not None:
-                guesses.append(more)
-                break
+            if number == 1 and 2 < width and self._forced is None and self.sampler.greedy and same_size:
+                following = _following(self.drafter, self.drafted, tokens, busy, width - 2, self.banned)
+                if following is not None:
+                    guesses.append(following)
+                    break
             counts, rows = busy, torch.zeros_like(rows)
         self.most = 1
         return torch.cat(guesses, 1)
-
-    def _chain(self, guess: torch.Tensor, busy: torch.Tensor, count: int) -> torch.Tensor | None:
-        """The next `count` guesses ``(batch, count)`` as one op; None: they must be made one by one."""
-        if self.chain is None or count < 1 or self._forced is not None or not self.sampler.greedy:
-            return None
-        self.table[:, 0], self.table[:, 2:] = busy, guess
-        torch.mul(busy, count + 1, out=self.left)
-        lengths = self.drafted.lengths.clone()
-        entries = self.chain.run(count)
-        if entries is None:
-            return None
-        steps = torch.tensor(entries, device=guess.device)
-        if bool((steps[:, :, 1] < 0).any()):  # logits without a choice end a sequence's steps, and a draft goes on
-            self.drafted.lengths.copy_(lengths)
-            return None
-        return steps[:, :, 2].T
 
     def _catch_up(self, busy: torch.Tensor) -> None:
         """Reads the text until what is left fits into a forward, of which layers with windows have room for some rows."""
@@ -184,6 +165,24 @@ class DraftModelSteps(DrafterSteps):
 
 
 decode = decoder(DraftModelSteps)
+
+
+def _following(
+    drafter: Any, cache: Any, guess: torch.Tensor, busy: torch.Tensor, count: int, banned: tuple[int, ...]
+) -> torch.Tensor | None:
+    """The next `count` guesses ``(batch, count)`` of a drafter after its first one, as one op; None: they must be made
+    one by one."""
+    table, left = torch.cat([busy[:, None], torch.zeros_like(guess), guess], 1), busy * (count + 1)
+    steps = greedy_steps(drafter, cache, table, 2, left, None, banned)
+    lengths = cache.lengths.clone()
+    entries = None if steps is None else steps.run(count)
+    if entries is None:
+        return None
+    made = torch.tensor(entries, device=guess.device)
+    if bool((made[:, :, 1] < 0).any()):  # logits without a choice end a sequence's steps, and a draft goes on
+        cache.lengths.copy_(lengths)
+        return None
+    return made[:, :, 2].T
 
 
 def _checked(model: Any, drafter: Any) -> Any:
