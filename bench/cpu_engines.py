@@ -247,7 +247,8 @@ def run_model(
     chat = [{"role": "user", "content": QUESTION}]
     has_chats = getattr(tokenizer, "chat_template", None) is not None
     question = tokenizer.encode_chat(chat) if has_chats else tokenizer.encode(QUESTION)  # type: ignore[attr-defined]
-    tokens = (text * (2048 // len(text) + 1))[:2048]
+    size = max(2048, *(context + 16 for context in given.contexts))
+    tokens = (text * (size // len(text) + 1))[:size]
 
     def every(threads: int) -> list[Cell]:
         contexts = given.contexts if threads == 1 and not larger else given.contexts[:1]

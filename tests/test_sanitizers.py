@@ -73,6 +73,7 @@ def test_the_layers_of_a_model(environment: dict[str, str]) -> None:
         "tests/decoding/test_draft_model.py",  # greedy steps, some tokens banned
         "tests/models/test_request_adapters.py",
         "tests/models/test_halved_cache.py",
+        "tests/models/test_drafter_steps.py",
     ]
     arguments = ("-m", "pytest", *tests, "-q", "-x", "-m", "not slow", "-k", "not compiled")
     answer = run(*arguments, "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=sys", environment=environment)
