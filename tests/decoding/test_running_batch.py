@@ -411,3 +411,19 @@ def test_a_step_reads_the_device_once(name: str, method: str, options: dict[str,
         # The reference mixes distributions on the host; and cycles are led by what a step has left.
         reads = 2 if method == "slowfast" or options.get("ensemble_weight", 1) < 1 else 1
         assert steps > 0 and log.count("read") <= (steps + 1) * reads
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 4, "cycle": "mean", "tau_high": 0.4}])
+def test_a_row_that_served_another_request_begins_anew(options: dict[str, Any]) -> None:
+    """Cycles of `slowfast` are the host's: those of a request that has left say nothing of the next one."""
+    model, prompts = pd.models.load("tiny-masked"), ["482 + 967 = ?", "7 + 5 = "]
+    largest = open_session(model, [[0] * 20], 16, ())[0]
+    batch = RunningBatch(find("slowfast").steps, largest, **options)
+    for prompt in (*prompts, *prompts[::-1]):
+        session = open_session(model, prompt, 16, ())[0]
+        batch.admit(0, session)
+        while not batch.step():
+            pass
+        batch.retire(0)
+        alone = pd.decoding.generate(model, prompt, "slowfast", max_new_tokens=16, end_tokens=(), **options)
+        assert session.tokens[0] == alone.tokens.tolist()
