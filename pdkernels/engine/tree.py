@@ -357,7 +357,7 @@ class PrefixTree:
 
     def _states(self, root: Root, path: Sequence[Page], partial: Page | None, length: int) -> tuple[int, State | None]:
         """How far states go into the first `length` tokens of the text of these pages, and those that go furthest.
-        States that go back to there may be in a page behind."""
+        The page after them may hold states that were taken earlier in the text."""
         nodes = [page for page in (self._roots.get(root), *path, partial) if page is not None]
         for page in (*(nodes[-1].after.values() if nodes else ()), *reversed(nodes)):
             reached = [

@@ -62,7 +62,7 @@ class FeatureSteps(DrafterSteps):
         super().step(self._ready_width(width), ragged or mixed)
 
     def rounds(self, session: Session, rows: Rows, replays: Sequence[Callable[[], None]] = ()) -> list[Rows]:
-        watched = replays or session.listens or session.stops.any or session.grammar is not None
+        watched = self.is_watched(session, replays) or session.grammar is not None
         if self.lengths is None or watched or len(rows) > 1 or rows[0].pending > 1:
             return super().rounds(session, rows, replays)
         return self._plain_rounds(self.lengths) or super().rounds(session, rows, replays)

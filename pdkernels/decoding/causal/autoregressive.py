@@ -70,8 +70,7 @@ class AutoregressiveSteps(DraftSteps):
         write_next_token_(*known, self._draw(logits, self.cache.lengths + 1), self.ends)
 
     def rounds(self, session: Session, rows: Rows, replays: Sequence[Callable[[], None]] = ()) -> list[Rows]:
-        watched = replays or session.listens or session.stops.any
-        if self.greedy is not None and self.sampler.greedy and not watched:
+        if self.greedy is not None and self.sampler.greedy and not self.is_watched(session, replays):
             entries = self.greedy.run(UNWATCHED)
             if entries is not None:
                 return [self.entry.rows(values) for values in entries]

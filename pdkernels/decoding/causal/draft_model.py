@@ -172,17 +172,17 @@ def _following(
 ) -> torch.Tensor | None:
     """The next `count` guesses ``(batch, count)`` of a drafter after its first one, as one op; None: they must be made
     one by one."""
-    table, left = torch.cat([busy[:, None], torch.zeros_like(guess), guess], 1), busy * (count + 1)
-    steps = greedy_steps(drafter, cache, table, 2, left, None, banned)
+    table, remaining = torch.cat([busy[:, None], torch.zeros_like(guess), guess], 1), busy * (count + 1)
+    steps = greedy_steps(drafter, cache, table, 2, remaining, None, banned)
     lengths = cache.lengths.clone()
     entries = None if steps is None else steps.run(count)
     if entries is None:
         return None
-    made = torch.tensor(entries, device=guess.device)
-    if bool((made[:, :, 1] < 0).any()):  # logits without a choice end a sequence's steps, and a draft goes on
+    tables = torch.tensor(entries, device=guess.device)
+    if bool((tables[:, :, 1] < 0).any()):  # logits without a choice end a sequence's steps, and a draft goes on
         cache.lengths.copy_(lengths)
         return None
-    return made[:, :, 2].T
+    return tables[:, :, 2].T
 
 
 def _checked(model: Any, drafter: Any) -> Any:

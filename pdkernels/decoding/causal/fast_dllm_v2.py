@@ -108,9 +108,14 @@ class FastV2Steps(CanvasSteps):
         edit_tokens = mask_token, delete_token, split_token
         rules = _checked_rules(session, threshold, edit_threshold, max_edits, *edit_tokens, block_size)
         if checked_states(_OP, speculate) > 0:
-            whole = small_block_size == block_size or not block_cache
+            whole_blocks = small_block_size == block_size or not block_cache
             check(
-                whole, _OP, "speculate", "be 0 with small blocks and block_cache", speculate, "Pass block_cache=False."
+                whole_blocks,
+                _OP,
+                "speculate",
+                "be 0 with small blocks and block_cache",
+                speculate,
+                "Pass block_cache=False.",
             )
             check(edit_threshold is None, _OP, "speculate", "be 0 with edit_threshold", speculate)
         canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing, "sampling"))
@@ -260,14 +265,14 @@ def _checked_rules(
     return EditRules(threshold, edit_threshold, max_edits, mask_token, delete_token, split_token, block_size)
 
 
-def _check_pools(session: Session, block_size: int, whole: bool) -> None:
+def _check_pools(session: Session, block_size: int, whole_blocks: bool) -> None:
     """For a model whose blocks of rows share experts, which those that a forward leaves out would choose with."""
     rows = getattr(getattr(session.model.config, "experts", None), "pool_rows", 0)
     if not rows:
         return
     check(block_size % rows == 0, _OP, "block_size", f"be a multiple of {rows}, whose rows share experts", block_size)
     expectation = "be block_size for a model whose blocks of rows share experts"
-    check(whole, _OP, "small_block_size", expectation, "a smaller one", "Or pass block_cache=False.")
+    check(whole_blocks, _OP, "small_block_size", expectation, "a smaller one", "Or pass block_cache=False.")
 
 
 def _check_edits(session: Session, threshold: float, predicts_own: bool, whole_blocks: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,10 @@ class DraftSteps(Steps):
         drawn = sampler.sample(logits, positions[valid][:, None], self.seeds[sequence], OWN, banned)
         no_choice = torch.zeros_like(valid).masked_scatter_(valid, has_no_choice(logits, drawn))
         return torch.zeros_like(draft).masked_scatter_(valid, drawn), no_choice
+
+    def is_watched(self, session: Session, replays: Sequence[Callable[[], None]]) -> bool:
+        """Whether each step of a session must be seen by itself."""
+        return bool(replays) or session.listens or session.stops.any
 
     def plain_step(self) -> torch.Tensor | None:
         """Runs a greedy step in which nothing is drafted as one op. Returns what was accepted, ``(batch,)``; None: it

@@ -318,10 +318,10 @@ class RunningBatch:
             rows = [self._rows[row]]
             _refuse_failed(session)
             refuse_no_choice(session, [rows])
-            taken, most = self.steps.stepped(session, [before], rows), most_forwards(session.max_new_tokens)
-            endless = self.steps.keeps_pages and self._taken_part[row] + taken > most
+            forwards, most = self.steps.stepped(session, [before], rows), most_forwards(session.max_new_tokens)
+            endless = self.steps.keeps_pages and self._taken_part[row] + forwards > most
             refuse(endless, _OP, f"a request takes more than {most} forwards", "Choose options that fill more in each.")
-            return taken
+            return forwards
 
         self._record(row, record)
         self._show(row, session, before)

@@ -318,7 +318,7 @@ class PdWindow(PdLayer):
         self.widths = (key_states.shape[3], value_states.shape[3])
         first, length = self._first(self.length), self.length + key_states.shape[2]
         self.owner.check_room(length)
-        # What is kept before the new rows; and after them, if they do not fit behind it.
+        # The first of the kept rows that stay if the new ones fit after them, and otherwise.
         base, end = self._first(self.length, self.owner.drafts), self._first(length, self.owner.drafts)
         fits, moves = length - base <= self.room, length - self.base > self.room
         seen = []

@@ -34,8 +34,8 @@ class Pools(NamedTuple):
         keys = positions.long() // rows + (sequence << 32)
         if valid is not None:
             keys = keys.masked_fill(~valid, -1)
-        found, of_rows = keys.flatten().unique(return_inverse=True)
-        return cls(of_rows, len(found))
+        distinct, of_rows = keys.flatten().unique(return_inverse=True)
+        return cls(of_rows, len(distinct))
 
     def only(self, ranked: torch.Tensor, size: int) -> torch.Tensor:
         """`ranked` scores ``(batch * rows, experts)`` without the experts that are not among the `size` best of their pool."""

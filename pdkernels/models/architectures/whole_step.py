@@ -359,14 +359,14 @@ def run_forward(
         return None
     check_mask("Transformer", mask, batch, rows, tokens.device)
     lora = AdaptedRows.of(cache.adapters, rows, None, tokens.device)
-    parts = None, [*taps], 0, config.layers, with_logits
-    return _results(model, tokens, parts, cache, (counts, None), table, [], plan, lora)
+    span = None, [*taps], 0, config.layers, with_logits
+    return _results(model, tokens, span, cache, (counts, None), table, [], plan, lora)
 
 
 def _results(
     model: Any,
     x: Tensor,
-    parts: tuple[Tensor | None, list[int], int, int, bool],
+    span: tuple[Tensor | None, list[int], int, int, bool],
     cache: Cache,
     rows: tuple[Tensor | None, Tensor | None],
     rotation: Rotation,
@@ -381,7 +381,7 @@ def _results(
         adapted = AdaptedArguments([], None, []) if lora is None else lora.arguments(model.norm)
         k, v, table, more_k, more_v, more_tables, groups = _caches(cache)
         arguments = LayersArguments(
-            bound, x, *parts, k, v, cache.lengths, *rows, table, more_k, more_v, more_tables, groups, plan.q_len,
+            bound, x, *span, k, v, cache.lengths, *rows, table, more_k, more_v, more_tables, groups, plan.q_len,
             rotation.cos, rotation.sin, rotation.positions, starts, adapted, plan.arguments,
         )  # fmt: skip
         results: tuple[Tensor, Tensor, Tensor] = run_counted(

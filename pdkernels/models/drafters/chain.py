@@ -50,11 +50,7 @@ _WRITES = counts_writes(_run)
 
 
 class DrafterBinding(Binding):
-    """The parameters of a drafter, with the embedding and the head that it has of its target.
-
-    >>> DrafterBinding().parts.__name__
-    'parts'
-    """
+    """The parameters of a drafter, with the embedding and the head that it has of its target."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +107,7 @@ def draft_chain(
     if bound is None:
         return None
     arguments = (
-        *(bound, hidden.contiguous(), cache.lengths.clone(), cache.k, cache.v, busy, cache.block_table),
+        *(bound, hidden.clone(), cache.lengths.clone(), cache.k, cache.v, busy, cache.block_table),
         *(rotation.cos, rotation.sin, head.vocabulary, guesses, *plan.arguments),
     )
     try:

@@ -100,8 +100,8 @@ class DrafterHead(nn.Module):
     def is_plain(self) -> bool:
         """Whether a call is a forward of one of our classes, and nothing else."""
         hooked = self._forward_hooks or self._forward_pre_hooks
-        own = type(self).__module__.startswith(__name__.rpartition(".")[0])
-        return own and not hooked and vars(self).keys().isdisjoint(_METHODS)
+        is_ours = type(self).__module__.startswith(__name__.rpartition(".")[0])
+        return is_ours and not hooked and vars(self).keys().isdisjoint(_METHODS)
 
     def parts(self) -> Parts:
         """What a forward as one op is bound to beside the layers."""
