@@ -45,6 +45,11 @@ def gate(x: Tensor) -> Tensor:
     return (F.silu(first) * second).to(x.dtype)
 
 
+def gelu_gate(x: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)
+    return (F.gelu(first, approximate="tanh") * second).to(x.dtype)
+
+
 def turn_(qkv: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     turned = qkv[:, :, : 2 * HEADS]
     wide = turned.float() + bias.float()
@@ -79,10 +84,10 @@ def norm_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Ten
     return Job(ours, norms, inputs, None, exact, same, (4 * rows + 2) * HIDDEN * dtype.itemsize)
 
 
-def gate_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tensor]) -> Job:
-    x = draw(rows, 2 * INNER)
-    exact, same = (pd.reference.transformer_ops.silu_and_mul(x.to(d)) for d in (torch.float64, dtype))
-    return Job(lambda: pd.silu_and_mul(x), gate, (x,), None, (exact,), (same,), 3 * rows * INNER * dtype.itemsize)
+def gate_job(op: str, rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tensor]) -> Job:
+    x, ours, eager = draw(rows, 2 * INNER), getattr(pd, op), {"silu_and_mul": gate, "gelu_and_mul": gelu_gate}[op]
+    exact, same = (getattr(pd.reference.transformer_ops, op)(x.to(d)) for d in (torch.float64, dtype))
+    return Job(lambda: ours(x), eager, (x,), None, (exact,), (same,), 3 * rows * INNER * dtype.itemsize)
 
 
 def rotation_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tensor]) -> Job:
@@ -137,7 +142,12 @@ def turn_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Ten
     return Job(lambda: pd.apply_rope_(*inputs), turn_rows_, inputs, lambda: (x,), exact, same, moved)
 
 
-JOBS = {"add_rms_norm": norm_job, "silu_and_mul": gate_job, "apply_rope_append_": rotation_job, "apply_rope_": turn_job}
+JOBS = {
+    "add_rms_norm": norm_job,
+    **{op: partial(gate_job, op) for op in ("silu_and_mul", "gelu_and_mul")},
+    "apply_rope_append_": rotation_job,
+    "apply_rope_": turn_job,
+}
 CANDIDATES = ("pdkernels", "torch eager", "torch.compile")
 
 

@@ -6,6 +6,7 @@
 
 #ifndef PDKERNELS_DEVICE_CUDA
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 
@@ -33,6 +34,7 @@ struct TransformerArgs {
   std::optional<LayerMatrix> embedding, head;
   std::optional<PairedRows> paired;
   std::vector<LayerArgs> layers;
+  std::vector<LayerWindow> windows;
   void* norm;
   Tensors copies;
 };
@@ -103,12 +105,30 @@ class BoundTransformer {
     args.layers.reserve(in_.layers);
     for (int64_t i = 0; i < in_.layers; ++i) {
       const int64_t width = in_.norm.size(0), inputs = i == 0 && args.paired && !args.paired->merge ? 2 * width : width;
-      args.layers.push_back(reader.layer(in_.heads, in_.kv_heads, in_.head_dim, with_experts[i], inputs));
+      args.layers.push_back(
+          reader.layer(in_.heads, in_.kv_heads, in_.head_dim, with_experts[i], inputs, in_.settings.whole_qk_norm));
       PDK_CHECK((args.layers[i].q_norm == nullptr) == (args.layers[0].q_norm == nullptr));
     }
     PDK_CHECK(reader.done());
     args.copies = reader.copies();
+    set_windows(args);
     return args;
+  }
+
+  // Layers with the same window share it.
+  void set_windows(TransformerArgs& args) const {
+    const SettingsInputs& in = in_.settings;
+    if (in.windows.empty() && in.chunks.empty()) return;
+    const size_t layers = args.layers.size();
+    PDK_CHECK(in.windows.size() == layers && in.chunks.size() == layers);
+    for (size_t i = 0; i < layers; ++i) {
+      const LayerWindow window{std::max(in.windows[i], in.chunks[i]), in.chunks[i] > 0};
+      PDK_CHECK(in.windows[i] >= 0 && in.chunks[i] >= 0 && (in.windows[i] == 0 || in.chunks[i] == 0));
+      if (window.size == 0) continue;
+      const auto found = std::find(args.windows.begin(), args.windows.end(), window);
+      args.layers[i].window = found - args.windows.begin();
+      if (found == args.windows.end()) args.windows.push_back(window);
+    }
   }
 
   const BoundTransformer* self_;

@@ -35,10 +35,20 @@ inline std::tuple<Tensor> draft_chain(const ChainInputs& in) {
     PDK_CHECK(t.is_contiguous());
     return data<int64_t>(t);
   };
-  const PreparedLayers prepared(LayersInputs{in.bound,       in.hidden,  in.hidden,  {},         0,       layers,
-                                             true,           in.k_cache, in.v_cache, in.lengths, in.busy, {},
-                                             in.block_table, {},         {},         {},         {},      1,
-                                             in.cos,         in.sin,     {},         {},         {},      in.plan});
+  const PreparedLayers prepared(LayersInputs{.bound = in.bound,
+                                             .x = in.hidden,
+                                             .beside = in.hidden,
+                                             .end = layers,
+                                             .with_logits = true,
+                                             .k_cache = in.k_cache,
+                                             .v_cache = in.v_cache,
+                                             .lengths = in.lengths,
+                                             .counts = in.busy,
+                                             .block_table = in.block_table,
+                                             .longest = 1,
+                                             .cos = in.cos,
+                                             .sin = in.sin,
+                                             .plan = in.plan});
   DraftChainArgs args;
   args.layers = prepared.args;
   const Tensor tokens = torch::stable::new_empty(in.lengths, {batch});

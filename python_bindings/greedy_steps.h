@@ -15,14 +15,19 @@ struct GreedyInputs {
   Tensor bound;
   Written table, remaining, lengths;
   Written k_cache, v_cache;
-  OptionalTensor block_table, ends;
+  OptionalTensor block_table;
+  WrittenList more_k, more_v;
+  std::vector<Tensor> more_tables;
+  std::vector<int64_t> groups;
+  OptionalTensor ends;
   Tensor cos, sin;
+  OptionalTensor window_cos, window_sin;
   std::vector<int64_t> suppress;
   int64_t capacity, draft, steps;
   PlanInputs plan;
   auto fields() const {
-    return std::tie(bound, table, remaining, lengths, k_cache, v_cache, block_table, ends, cos, sin, suppress, capacity,
-                    draft, steps, plan);
+    return std::tie(bound, table, remaining, lengths, k_cache, v_cache, block_table, more_k, more_v, more_tables,
+                    groups, ends, cos, sin, window_cos, window_sin, suppress, capacity, draft, steps, plan);
   }
 };
 
@@ -30,13 +35,26 @@ struct GreedyInputs {
 inline std::tuple<Tensor> greedy_steps(const GreedyInputs& in) {
   const Launch launch(in.table);
   PDK_CHECK(in.table.dim() == 2 && in.draft >= 2 && in.draft < in.table.size(1) && in.steps > 0);
-  PDK_CHECK(in.k_cache.dim() == 5);
   Tensor table = in.table, memory;
   const Tensor ids = torch::stable::narrow(table, 1, in.draft, 1);
-  const PreparedLayers layers(LayersInputs{in.bound,       ids,        {},         {},         0,  in.k_cache.size(0),
-                                           true,           in.k_cache, in.v_cache, in.lengths, {}, {},
-                                           in.block_table, {},         {},         {},         {}, 1,
-                                           in.cos,         in.sin,     {},         {},         {}, in.plan});
+  const PreparedLayers layers(LayersInputs{.bound = in.bound,
+                                           .x = ids,
+                                           .end = BoundTransformer::of(in.bound).inputs().layers,
+                                           .with_logits = true,
+                                           .k_cache = in.k_cache,
+                                           .v_cache = in.v_cache,
+                                           .lengths = in.lengths,
+                                           .block_table = in.block_table,
+                                           .more_k = in.more_k,
+                                           .more_v = in.more_v,
+                                           .more_tables = in.more_tables,
+                                           .groups = in.groups,
+                                           .longest = 1,
+                                           .cos = in.cos,
+                                           .sin = in.sin,
+                                           .window_cos = in.window_cos,
+                                           .window_sin = in.window_sin,
+                                           .plan = in.plan});
   OptionalWritten lengths;
   lengths.emplace(in.lengths);
   GreedyStepsArgs args;

@@ -14,28 +14,30 @@ namespace pdkernels::PDK_DEVICE::bindings {
 
 // LayersArguments of pdkernels/models/architectures/whole_step.py.
 struct LayersInputs {
-  Tensor bound;           // of bind_transformer
-  Tensor x;               // (batch, rows) ids, or (batch, rows, width)
-  OptionalTensor beside;  // (batch, rows, width), where rows are paired
-  std::vector<int64_t> taps;
-  int64_t first, end;  // layers
+  Tensor bound;                // of bind_transformer
+  Tensor x;                    // (batch, rows) ids, or (batch, rows, width)
+  OptionalTensor beside = {};  // (batch, rows, width), where rows are paired
+  std::vector<int64_t> taps = {};
+  int64_t first = 0, end;  // layers
   bool with_logits;
   Written k_cache, v_cache;  // of all layers, or of the first group of them
   Tensor lengths;
-  OptionalTensor counts, cu_seqlens, block_table;  // with cu_seqlens x has one entry, the rows of all sequences
-  WrittenList more_k, more_v;                      // those of further groups, which have tables of their own
-  std::vector<Tensor> more_tables;
-  std::vector<int64_t> groups;  // of every layer of the model; empty: there is one
-  int64_t longest;              // most rows of a sequence, those of the plan
+  // With cu_seqlens x has one entry, the rows of all sequences.
+  OptionalTensor counts = {}, cu_seqlens = {}, block_table = {};
+  WrittenList more_k = {}, more_v = {};  // those of further groups, which have tables of their own
+  std::vector<Tensor> more_tables = {};
+  std::vector<int64_t> groups = {};  // of every layer of the model; empty: there is one
+  int64_t longest;                   // most rows of a sequence, those of the plan
   Tensor cos, sin;
-  OptionalTensor positions;            // absent: those after the cached rows
-  std::vector<OptionalTensor> starts;  // of each layer, or none at all
-  AdaptedInputs adapted;
+  OptionalTensor window_cos = {}, window_sin = {};  // of layers with a window, if they have others
+  OptionalTensor positions = {};                    // absent: those after the cached rows
+  std::vector<OptionalTensor> starts = {};          // of each layer, or none at all
+  AdaptedInputs adapted = {};
   PlanInputs plan;
   auto fields() const {
     return std::tie(bound, x, beside, taps, first, end, with_logits, k_cache, v_cache, lengths, counts, cu_seqlens,
-                    block_table, more_k, more_v, more_tables, groups, longest, cos, sin, positions, starts, adapted,
-                    plan);
+                    block_table, more_k, more_v, more_tables, groups, longest, cos, sin, window_cos, window_sin,
+                    positions, starts, adapted, plan);
   }
 };
 
@@ -55,7 +57,7 @@ inline void unpack_attention(const LayersInputs& in, const BindInputs& bound, Tr
   }
   attention.q_heads = bound.heads, attention.kv_heads = bound.kv_heads, attention.head_dim = bound.head_dim;
   attention.block_q = in.plan.block_q, attention.block_k = in.plan.block_k;
-  attention.scale = static_cast<float>(bound.scale), attention.softcap = 0;
+  attention.scale = static_cast<float>(bound.scale), attention.softcap = static_cast<float>(bound.settings.softcap);
   attention.sinks = nullptr, attention.sinks_stride = 0;
   require_sizes(attention);
   unpack_plan(device, in.plan, attention);
@@ -68,6 +70,11 @@ inline void unpack_attention(const LayersInputs& in, const BindInputs& bound, Tr
   args.v_cache_stride = in.v_cache.stride(0) * static_cast<int64_t>(in.v_cache.element_size());
   args.rope.batch = args.entries(), args.rope.rows = args.entry_rows(), args.rope.head_dim = attention.head_dim;
   unpack_rotation(device, in.cos, in.sin, in.positions, bound.interleaved, args.rope);
+  PDK_CHECK(in.window_cos.has_value() == in.window_sin.has_value());
+  args.window_rope = args.rope, args.window_rope.cos = nullptr;
+  if (in.window_cos.has_value()) {
+    unpack_rotation(device, *in.window_cos, *in.window_sin, {}, bound.interleaved, args.window_rope);
+  }
 }
 
 // Where each layer's rows begin to see.
@@ -161,6 +168,12 @@ struct PreparedLayers {
     args.layers = parameters->layers.data() + in.first, args.layer_count = in.end - in.first;
     args.width = given.norm.size(0), args.eps = static_cast<float>(given.eps), args.norm = parameters->norm;
     args.router_functions = &functions;
+    const SettingsInputs& settings = given.settings;
+    PDK_CHECK(settings.softcap >= 0);
+    args.embedding_scale = static_cast<float>(settings.embedding_scale);
+    args.query_factor = static_cast<float>(settings.query_factor);
+    args.whole_qk_norm = settings.whole_qk_norm, args.gelu = settings.gelu;
+    args.windows = parameters->windows.data(), args.window_count = static_cast<int64_t>(parameters->windows.size());
     unpack_attention(in, given, args);
     const int64_t entries = in.x.size(0), rows = in.x.size(1);
     const auto rows_of = [&](const Tensor& x) -> RowsView {
@@ -178,7 +191,8 @@ struct PreparedLayers {
     PDK_CHECK(paired == in.beside.has_value() && !(paired && args.embedding != nullptr));
     if (paired) args.paired = &*parameters->paired, args.beside = rows_of(*in.beside);
     args.normed_out = given.pairs.normed_out && in.end == given.layers;
-    PDK_CHECK(in.starts.empty() || static_cast<int64_t>(in.starts.size()) == args.layer_count);
+    PDK_CHECK(in.starts.empty() ? args.window_count == 0 || !in.positions.has_value()
+                                : static_cast<int64_t>(in.starts.size()) == args.layer_count);
     starts = unpack_starts(in, args.attention);
     args.starts = starts.empty() ? nullptr : starts.data();
     caches = unpack_caches(in, given.norm.scalar_type(), given.layers, args.attention);

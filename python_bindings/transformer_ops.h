@@ -74,18 +74,23 @@ inline std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const OptionalTe
   return {dx, dweight, dnext};
 }
 
-inline Tensor silu_and_mul(const Tensor& x) {
+// `Args` are those of the kernel.
+template <class Args, class Kernel>
+Tensor gate(const Tensor& x, const Kernel& kernel) {
   const Launch launch(x);
   const FlatRows rows(x);
   PDK_CHECK(rows.width % 2 == 0);
   Tensor out = torch::stable::new_empty(x, shape_of(x, rows.width / 2), x.scalar_type());
-  SiluAndMulArgs args;
+  Args args;
   args.element = row_element(x);
   args.x = rows.view(), args.out = {out.data_ptr(), rows.width / 2};
   args.rows = rows.count, args.width = rows.width / 2;
-  if (args.rows > 0 && args.width > 0) launch(PDK_VECTOR(silu_and_mul), args);
+  if (args.rows > 0 && args.width > 0) launch(kernel, args);
   return out;
 }
+
+inline Tensor silu_and_mul(const Tensor& x) { return gate<SiluAndMulArgs>(x, PDK_VECTOR(silu_and_mul)); }
+inline Tensor gelu_and_mul(const Tensor& x) { return gate<GeluAndMulArgs>(x, PDK_VECTOR(gelu_and_mul)); }
 
 inline Tensor silu_and_mul_backward(const Tensor& grad, const Tensor& x) {
   const Launch launch(x);
@@ -177,6 +182,7 @@ inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Te
 PDK_IMPL("add_rms_norm", add_rms_norm)
 PDK_IMPL("add_rms_norm_backward", add_rms_norm_backward)
 PDK_IMPL("silu_and_mul", silu_and_mul)
+PDK_IMPL("gelu_and_mul", gelu_and_mul)
 PDK_IMPL("silu_and_mul_backward", silu_and_mul_backward)
 PDK_IMPL("apply_rope_append_", apply_rope_append)
 PDK_IMPL("apply_rope_", apply_rope)

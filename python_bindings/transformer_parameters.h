@@ -26,6 +26,14 @@ struct PairedInputs {
   auto fields() const { return std::tie(paired, x_first, normed_residual, normed_out); }
 };
 
+// SettingsArguments there: what layers do beside their parameters.
+struct SettingsInputs {
+  double embedding_scale, query_factor, softcap;
+  bool whole_qk_norm, gelu;
+  std::vector<int64_t> windows, chunks;  // of each layer, 0: none; or empty
+  auto fields() const { return std::tie(embedding_scale, query_factor, softcap, whole_qk_norm, gelu, windows, chunks); }
+};
+
 struct BindInputs {
   Tensor norm;  // before the head
   ParameterInputs parameters;
@@ -34,8 +42,10 @@ struct BindInputs {
   double scale, eps;
   RoutingInputs routing;
   PairedInputs pairs;
+  SettingsInputs settings;
   auto fields() const {
-    return std::tie(norm, parameters, layers, heads, kv_heads, head_dim, interleaved, scale, eps, routing, pairs);
+    return std::tie(norm, parameters, layers, heads, kv_heads, head_dim, interleaved, scale, eps, routing, pairs,
+                    settings);
   }
 };
 
@@ -61,13 +71,21 @@ class ParameterReader {
     return pairs;
   }
   // Attention reads rows of `inputs` numbers.
-  LayerArgs layer(int64_t heads, int64_t kv_heads, int64_t head_dim, bool with_experts, int64_t inputs) {
+  LayerArgs layer(int64_t heads, int64_t kv_heads, int64_t head_dim, bool with_experts, int64_t inputs,
+                  bool whole_qk_norm) {
     LayerArgs args;
-    args.attention_norm = vector(width_);
+    args.attention_norm = optional_vector(width_);
     args.qkv = matrix(inputs);
-    args.q_norm = optional_vector(head_dim), args.k_norm = optional_vector(head_dim);
+    args.q_norm = optional_vector(whole_qk_norm ? heads * head_dim : head_dim);
+    args.k_norm = optional_vector(whole_qk_norm ? kv_heads * head_dim : head_dim);
+    const OptionalTensor sinks = floats(next());
+    if (sinks.has_value()) {
+      device_.require(*sinks, ScalarType::Float, {heads});
+      args.sinks = data<float>(*sinks);
+    }
     args.output = matrix(heads * head_dim);
-    args.mlp_norm = vector(width_);
+    args.attention_out_norm = optional_vector(width_), args.mlp_norm = optional_vector(width_);
+    args.mlp_out_norm = optional_vector(width_);
     PDK_CHECK(args.qkv.outputs == (heads + 2 * kv_heads) * head_dim && args.output.outputs == width_);
     PDK_CHECK((args.q_norm == nullptr) == (args.k_norm == nullptr));
     if (with_experts) {
@@ -92,11 +110,7 @@ class ParameterReader {
     MixtureMlp mixture;
     Experts& experts = mixture.experts;
     const Tensor weight = dense(next());
-    OptionalTensor bias = next();
-    if (bias.has_value() && !(bias->scalar_type() == ScalarType::Float && bias->is_contiguous())) {
-      bias = held_.emplace_back(packed(torch::stable::to(*bias, ScalarType::Float)));
-    }
-    experts.router = unpack_router(device_, dtype_, width_, routing_, weight, bias);
+    experts.router = unpack_router(device_, dtype_, width_, routing_, weight, floats(next()));
     experts.gate_up = experts_matrix(width_, experts.router.experts());
     experts.down = experts_matrix(experts.inner(), experts.router.experts());
     PDK_CHECK(experts.gate_up.outputs % 2 == 0 && experts.down.outputs == width_);
@@ -148,6 +162,11 @@ class ParameterReader {
     const Tensor values = dense(next());
     device_.require(values, dtype_, {size});
     return values.data_ptr();
+  }
+  // In float32.
+  OptionalTensor floats(const OptionalTensor& t) {
+    if (!t.has_value() || (t->scalar_type() == ScalarType::Float && t->is_contiguous())) return t;
+    return held_.emplace_back(packed(torch::stable::to(*t, ScalarType::Float)));
   }
   void* optional_vector(int64_t size) { return peek().has_value() ? vector(size) : (next(), nullptr); }
 

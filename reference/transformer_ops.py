@@ -49,6 +49,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of ``gate, up = x.chunk(2, -1)``, by the approximation with tanh, rounded once.
+
+    >>> gelu_and_mul(torch.tensor([0.0, 100.0, 2.0, 3.0]))
+    tensor([  0., 300.])
+    """
+    gate, up = _wide(x).chunk(2, -1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
 def add_rms_norm_backward(
     grad: Tensor | None,
     grad_next: Tensor | None,

@@ -343,8 +343,8 @@ def run_rows(rng: random.Random, device: torch.device, bad: bool, op: str) -> No
     if op == "add_rms_norm":
         weights = [torch.ones(width - bad).to(dtype), torch.ones(width).to(dtype)]
         tensors, call = (x, x, *weights), lambda x, y, w, v, **o: pd.add_rms_norm(x, y, w, next_weight=v, **o)
-    elif op == "silu_and_mul":
-        tensors, call = (x[:, : width - bad],), lambda x, **o: [pd.silu_and_mul(x, **o)]
+    elif op in ("silu_and_mul", "gelu_and_mul"):
+        tensors, call = (x[:, : width - bad],), lambda x, **o: [getattr(pd, op)(x, **o)]
     else:
         tensors, call = (x, other), pd.logit_divergence
     found = attempt(bad, lambda: call(*(t.to(device) for t in tensors)))
@@ -431,7 +431,7 @@ def run_example(rng: random.Random, device: torch.device, bad: bool, op: str) ->
 
 
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
-    **{op: partial(run_rows, op=op) for op in ("add_rms_norm", "logit_divergence", "silu_and_mul")},
+    **{op: partial(run_rows, op=op) for op in ("add_rms_norm", "logit_divergence", "silu_and_mul", "gelu_and_mul")},
     **{op: partial(run_feature_rows, op=op) for op in ("add_cached_rows_", "gather_rows", "select_stale_rows_")},
     "block_sparse_attention": partial(run_attention, backward=False),
     "block_sparse_attention_backward": partial(run_attention, backward=True),

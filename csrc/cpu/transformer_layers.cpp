@@ -14,6 +14,8 @@ namespace {
 
 void run(const AddRmsNormArgs& args) { PDK_DISPATCH(add_rms_norm, args) }
 void run(const SiluAndMulArgs& args) { PDK_DISPATCH(silu_and_mul, args) }
+void run(const GeluAndMulArgs& args) { PDK_DISPATCH(gelu_and_mul, args) }
+void run(const ScaledRowsArgs& args) { PDK_DISPATCH(scaled_rows, args) }
 void run(const QuantizeArgs& args) { PDK_DISPATCH(kv_quantize, args) }
 void run(const LinearArgs& args) { PDK_DISPATCH(linear, args) }
 void run(const QuantizedLinearArgs& args) { PDK_DISPATCH(quantized_linear, args) }
@@ -28,8 +30,10 @@ class Layers {
         size_(bytes_of(args.attention.element)),
         x_(args.x.given() ? args.x : view(memory_.embedded)),
         rope_(args.rope),
+        window_rope_(args.window_rope),
         attention_(args.attention) {
     set_rope();
+    set_starts();
     set_attention();
   }
 
@@ -72,6 +76,7 @@ class Layers {
       if (id < 0 || id >= table.outputs) throw std::runtime_error("pdkernels: an id has no row in the embedding");
     });
     std::visit([&](const auto& matrix) { look_up(matrix); }, table.args);
+    scale(memory_.embedded, args_.width, args_.width, args_.embedding_scale, true);
   }
   void look_up(const LinearArgs& table) const {
     const int64_t bytes = args_.width * size_;
@@ -98,6 +103,25 @@ class Layers {
     rope_.element = sizes.element, rope_.x = memory_.normed_qk, rope_.heads = args_.turned_heads();
     rope_.head_stride = sizes.head_dim, rope_.row_stride = heads * sizes.head_dim;
     rope_.batch_stride = args_.entry_rows() * rope_.row_stride;
+    const float *const cos = window_rope_.cos, *const sin = window_rope_.sin;
+    const int64_t table_rows = window_rope_.table_rows;
+    window_rope_ = rope_, window_rope_.cos = cos, window_rope_.sin = sin, window_rope_.table_rows = table_rows;
+  }
+
+  void set_starts() {
+    if (!args_.computes_starts()) return;
+    for (int64_t i = 0; i < args_.window_count; ++i) {
+      int64_t* const starts = memory_.starts + i * rows_;
+      for (int64_t row = 0; row < rows_; ++row) starts[row] = args_.windows[i].first(memory_.positions[row]);
+    }
+  }
+
+  // From where on rows see in a layer; not given: from the first one on.
+  IndexView starts_of(int64_t number) const {
+    if (args_.starts != nullptr) return args_.starts[number];
+    const int64_t window = args_.layers[number].window;
+    if (window < 0 || !args_.computes_starts()) return {};
+    return {memory_.starts + window * rows_, args_.entry_rows(), 1, true};
   }
 
   void set_attention() {
@@ -169,29 +193,55 @@ class Layers {
     if (first && args_.paired != nullptr && !args_.paired->merge) {
       multiply(layer.qkv, memory_.pairs, 2 * args_.width, memory_.qkv);
     } else {
-      norm(first ? x_ : added, first ? RowsView{} : residual, layer.attention_norm, view(memory_.input));
-      multiply(layer.qkv, memory_.normed, args_.width, memory_.qkv);
-      add_lora(number, LoraMatrix::kQkv, layer.qkv, memory_.normed, args_.width, memory_.qkv);
+      const RowsView sum = view(memory_.input);
+      char* const taken = take(first ? x_ : added, first ? RowsView{} : residual, layer.attention_norm, sum);
+      multiply(layer.qkv, taken, args_.width, memory_.qkv);
+      add_lora(number, LoraMatrix::kQkv, layer.qkv, taken, args_.width, memory_.qkv);
     }
     tap(number, first ? x_ : view(memory_.input));
     if (layer.q_norm != nullptr) norm_heads(layer);
-    apply_rope(rope_);
-    for (int i = 0; converts() && i < 2; ++i) run(convert_[i]);
-    attend(number);
+    const IndexView starts = starts_of(number);
+    apply_rope(starts.given() && window_rope_.cos != nullptr ? window_rope_ : rope_);
     const int64_t mixed_width = attention_.q_heads * attention_.head_dim;
+    scale(rope_.x, rope_.row_stride, mixed_width, args_.query_factor, false);
+    for (int i = 0; converts() && i < 2; ++i) run(convert_[i]);
+    attend(number, starts);
     multiply(layer.output, memory_.mixed, mixed_width, memory_.added);
     add_lora(number, LoraMatrix::kOutput, layer.output, memory_.mixed, mixed_width, memory_.added);
-    norm(added, first ? x_ : view(memory_.input), layer.mlp_norm, residual);
+    norm_in_place(layer.attention_out_norm, added);
+    char* const taken = take(added, first ? x_ : view(memory_.input), layer.mlp_norm, residual);
     if (const MixtureMlp* mixture = layer.mixture()) {
-      compute_mixture(*mixture);
+      compute_mixture(*mixture, taken);
     } else {
       const Mlp& mlp = *layer.dense();
-      multiply(mlp.gate_up, memory_.normed, args_.width, memory_.gate_up);
-      add_lora(number, LoraMatrix::kGateUp, mlp.gate_up, memory_.normed, args_.width, memory_.gate_up);
-      gate(mlp);
+      multiply(mlp.gate_up, taken, args_.width, memory_.gate_up);
+      add_lora(number, LoraMatrix::kGateUp, mlp.gate_up, taken, args_.width, memory_.gate_up);
+      if (args_.gelu) {
+        gate<GeluAndMulArgs>(mlp);
+      } else {
+        gate<SiluAndMulArgs>(mlp);
+      }
       multiply(mlp.down, memory_.gated, mlp.inner(), memory_.added);
       add_lora(number, LoraMatrix::kDown, mlp.down, memory_.gated, mlp.inner(), memory_.added);
     }
+    norm_in_place(layer.mlp_out_norm, added);
+  }
+
+  // What follows takes: x, or `sum`, which becomes x + residual; normed, if there is a weight.
+  char* take(const RowsView& x, const RowsView& residual, void* weight, const RowsView& sum) const {
+    if (weight == nullptr && !residual.given()) return static_cast<char*>(x.data);
+    norm(x, residual, weight, sum);
+    return weight == nullptr ? static_cast<char*>(sum.data) : memory_.normed;
+  }
+  void norm_in_place(void* weight, const RowsView& x) const {
+    if (weight != nullptr) norm_into(x, weight, x);
+  }
+  void scale(void* x, int64_t row_stride, int64_t width, float factor, bool rounds_factor) const {
+    if (factor == 1) return;
+    ScaledRowsArgs args;
+    args.element = attention_.element, args.x = {x, row_stride}, args.rows = rows_, args.width = width;
+    args.factor = factor, args.rounds_factor = rounds_factor;
+    run(args);
   }
 
   // The norm of x in `out`.
@@ -202,7 +252,7 @@ class Layers {
     args.residual = args.next = {}, args.next_weight = nullptr;
     run(args);
   }
-  // The norm of x, or of `sum`, which becomes x + residual, in memory_.normed.
+  // The norm of x, or of `sum`, which becomes x + residual, in memory_.normed; without a weight the sum alone.
   void norm(const RowsView& x, const RowsView& residual, void* weight, const RowsView& sum) const {
     if (!residual.given()) return norm_into(x, weight, view(memory_.normed));
     AddRmsNormArgs args;
@@ -215,24 +265,28 @@ class Layers {
   // Norms q and k of all rows into memory_.normed_qk; v is read where it is.
   void norm_heads(const LayerArgs& layer) const {
     const int64_t dim = attention_.head_dim, turned = args_.turned_heads(), all = args_.all_heads();
+    const bool whole = args_.whole_qk_norm;
     parallel_for(0, rows_, 1 + 16 * 1024 / (turned * dim), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         char *from = head(memory_.qkv, row * all), *to = head(memory_.normed_qk, row * turned);
         AddRmsNormArgs args;
-        args.element = attention_.element, args.width = dim, args.eps = args_.eps;
+        args.element = attention_.element, args.eps = args_.eps;
         args.residual = args.next = {}, args.next_weight = nullptr;
-        args.rows = attention_.q_heads, args.x = {from, dim}, args.y = {to, dim}, args.weight = layer.q_norm;
-        run(args);
-        args.x.data = head(from, args.rows), args.y.data = head(to, args.rows);
-        args.rows = attention_.kv_heads, args.weight = layer.k_norm;
-        run(args);
+        const auto norm_each = [&](int64_t begin, int64_t heads, void* weight) {
+          args.rows = whole ? 1 : heads, args.width = whole ? heads * dim : dim, args.weight = weight;
+          args.x = {head(from, begin), dim}, args.y = {head(to, begin), dim};
+          run(args);
+        };
+        norm_each(0, attention_.q_heads, layer.q_norm);
+        norm_each(attention_.q_heads, attention_.kv_heads, layer.k_norm);
       }
     });
   }
 
-  void attend(int64_t number) const {
+  void attend(int64_t number, const IndexView& starts) const {
     SpeculativeArgs args = attention_;
-    if (args_.starts != nullptr) args.starts = args_.starts[number];
+    args.starts = starts;
+    if (const float* sinks = args_.layers[number].sinks) args.sinks = sinks, args.sinks_stride = 1;
     if (args_.caches != nullptr) {
       args.k_cache = args_.caches[number].k, args.v_cache = args_.caches[number].v;
       args.pages = args_.caches[number].pages;
@@ -262,24 +316,25 @@ class Layers {
     lora_add(args);
   }
 
+  template <class Args>
   void gate(const Mlp& mlp) const {
     const int64_t inner = mlp.inner();
-    SiluAndMulArgs args;
+    Args args;
     args.element = attention_.element, args.rows = rows_, args.width = inner;
     args.x = {memory_.gate_up, 2 * inner}, args.out = {memory_.gated, inner};
     run(args);
   }
 
-  void compute_mixture(const MixtureMlp& mixture) const {
+  void compute_mixture(const MixtureMlp& mixture, char* x) const {
     ExpertsArgs args;
     if (mixture.shared) {
-      multiply(mixture.shared->gate_up, memory_.normed, args_.width, memory_.gate_up);
-      gate(*mixture.shared);
+      multiply(mixture.shared->gate_up, x, args_.width, memory_.gate_up);
+      gate<SiluAndMulArgs>(*mixture.shared);
       multiply(mixture.shared->down, memory_.gated, mixture.shared->inner(), memory_.shared);
       args.plus = view(memory_.shared);
     }
     args.experts = &mixture.experts, args.element = attention_.element;
-    args.x = view(memory_.normed), args.out = view(memory_.added), args.rows = rows_, args.width = args_.width;
+    args.x = view(x), args.out = view(memory_.added), args.rows = rows_, args.width = args_.width;
     args.functions = args_.router_functions, args.memory = memory_.experts;
     experts(args);
   }
@@ -288,7 +343,7 @@ class Layers {
   LayersMemory memory_;
   int64_t rows_, size_;  // of an element
   RowsView x_;
-  ApplyRopeArgs rope_;
+  ApplyRopeArgs rope_, window_rope_;
   SpeculativeArgs attention_;
   QuantizeArgs convert_[2];  // of K and V
 };

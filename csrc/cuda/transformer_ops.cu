@@ -68,9 +68,15 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs a
   }
 }
 
+// x times the sigmoid of z, which has the sign of x.
+__device__ float opened(float x, float z) {
+  const float e = expf(x > 0 ? -z : z);  // never grows
+  return (x > 0 ? x : x * e) / (1.0f + e);
+}
+
 // One thread per pack.
-template <class T, int kSize>
-__global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(SiluAndMulArgs args) {
+template <class T, int kSize, class Activate>
+__device__ void gate_pack(const GateArgs& args, const Activate& activate) {
   using Elements = Pack<T, kSize>;
   const int64_t packs = args.width / kSize, item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (item >= args.rows * packs) return;
@@ -78,12 +84,18 @@ __global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(SiluAndMulArgs a
   const T* x = args.x.row<const T>(row);
   const Elements gate = Elements::load(x, pack), up = Elements::load(x + args.width, pack);
   Elements out;
-  for (int j = 0; j < kSize; ++j) {
-    const float value = to_float(gate.at[j]);
-    const float e = expf(value > 0 ? -value : value);  // never grows
-    out.at[j] = from_float<T>((value > 0 ? value : value * e) / (1.0f + e) * to_float(up.at[j]));
-  }
+  for (int j = 0; j < kSize; ++j) out.at[j] = from_float<T>(activate(to_float(gate.at[j])) * to_float(up.at[j]));
   out.store(args.out.row<T>(row), pack);
+}
+
+template <class T, int kSize>
+__global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(SiluAndMulArgs args) {
+  gate_pack<T, kSize>(args, [](float x) { return opened(x, x); });
+}
+
+template <class T, int kSize>
+__global__ void __launch_bounds__(kThreads) gelu_and_mul_kernel(GeluAndMulArgs args) {
+  gate_pack<T, kSize>(args, [](float x) { return opened(x, x * (x * x * kGeluCube + kGeluSlope)); });
 }
 
 // Rotates one of the two packs that hold kSize pairs, given as floats in `x`: each number times its cosine plus its
@@ -192,6 +204,23 @@ __global__ void __launch_bounds__(kThreads) apply_rope_append_kernel(const __gri
   }
 }
 
+// Calls launch(a pointer of the element type, a constant, blocks) with the numbers of a pack that fit the rows.
+template <class Launch>
+void with_packs(const GateArgs& args, const Launch& launch) {
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kSize = 16 / sizeof(T);
+    const auto blocks = [&](int64_t size) {
+      return dim3(static_cast<unsigned>((args.rows * (args.width / size) + kThreads - 1) / kThreads));
+    };
+    if (args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.out)) {
+      launch(element, std::integral_constant<int, kSize>{}, blocks(kSize));
+    } else {
+      launch(element, std::integral_constant<int, 1>{}, blocks(1));
+    }
+  });
+}
+
 }  // namespace
 
 cudaError_t add_rms_norm(const AddRmsNormArgs& args, cudaStream_t stream) {
@@ -222,17 +251,17 @@ cudaError_t add_rms_norm(const AddRmsNormArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t silu_and_mul(const SiluAndMulArgs& args, cudaStream_t stream) {
-  with_element(args.element, [&](auto* element) {
+  with_packs(args, [&](auto* element, auto size, dim3 blocks) {
     using T = std::remove_pointer_t<decltype(element)>;
-    constexpr int kSize = 16 / sizeof(T);
-    const auto blocks = [&](int64_t size) {
-      return dim3(static_cast<unsigned>((args.rows * (args.width / size) + kThreads - 1) / kThreads));
-    };
-    if (args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.out)) {
-      PDK_LAUNCH((silu_and_mul_kernel<T, kSize>), blocks(kSize), dim3(kThreads), 0, stream, args);
-    } else {
-      PDK_LAUNCH((silu_and_mul_kernel<T, 1>), blocks(1), dim3(kThreads), 0, stream, args);
-    }
+    PDK_LAUNCH((silu_and_mul_kernel<T, size.value>), blocks, dim3(kThreads), 0, stream, args);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t gelu_and_mul(const GeluAndMulArgs& args, cudaStream_t stream) {
+  with_packs(args, [&](auto* element, auto size, dim3 blocks) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    PDK_LAUNCH((gelu_and_mul_kernel<T, size.value>), blocks, dim3(kThreads), 0, stream, args);
   });
   return cudaGetLastError();
 }

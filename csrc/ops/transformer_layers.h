@@ -10,6 +10,7 @@
 
 #include "ops/experts.h"
 #include "ops/lora.h"
+#include "ops/scaled_rows.h"
 #include "ops/speculative_attention.h"
 #include "ops/transformer_ops.h"
 
@@ -38,12 +39,15 @@ struct MixtureMlp {
 };
 
 struct LayerArgs {
-  void* attention_norm;
+  void* attention_norm;  // each norm may be nullptr
   LayerMatrix qkv;
-  void *q_norm, *k_norm;  // (head_dim,), or nullptr
+  void *q_norm, *k_norm;         // (head_dim,), or of all heads together
+  const float* sinks = nullptr;  // of each head, or nullptr
   LayerMatrix output;
-  void* mlp_norm;
+  void *attention_out_norm, *mlp_norm;
   std::variant<Mlp, MixtureMlp> mlp;
+  void* mlp_out_norm;
+  int64_t window = -1;  // number of its window; -1: it has none
 
   // The MLP of every row.
   const Mlp* dense() const {
@@ -59,6 +63,18 @@ struct LayerCache {
   PageMap pages;
 };
 
+// What rows of a layer see of the text before them: so many positions, their own included, or those from the last
+// multiple of this number on.
+struct LayerWindow {
+  int64_t size;
+  bool chunked;
+
+  bool operator==(const LayerWindow&) const = default;
+  int64_t first(int64_t position) const {
+    return chunked ? position / size * size : std::max<int64_t>(position + 1 - size, 0);
+  }
+};
+
 // How a drafter's layers begin (EAGLE-3, multi-token prediction): a row of the embedding and a row of x, each after its
 // own norm, lie side by side in rows of twice the width.
 struct PairedRows {
@@ -71,8 +87,9 @@ struct PairedRows {
 struct TransformerLayersArgs {
   const LayerArgs* layers;
   int64_t layer_count;                 // 0: the norm and the head alone
-  const IndexView* starts;             // of each layer, as in SpeculativeArgs; nullptr: none has one
+  const IndexView* starts;             // of each layer, as in SpeculativeArgs; nullptr: as their windows say
   const LayerMatrix* embedding;        // of x, or of `beside` where x is given; nullptr: both are
+  float embedding_scale = 1;           // of the embedding's rows, rounded to the element type
   IndexView ids;                       // (entries, rows of one), with an embedding
   const PairedRows* paired = nullptr;  // nullptr: the layers begin with x, or with the embedding's rows
   RowsView x, beside, out;        // contiguous; the result: x plus what the layers add; `beside`: rows of the embedding
@@ -85,11 +102,17 @@ struct TransformerLayersArgs {
   void* logits;             // (rows, outputs of the head)
   int64_t width;
   float eps;
+  float query_factor = 1;      // of queries after their rotation, beside attention's scale
+  bool whole_qk_norm = false;  // norms of q and k over all heads together
+  bool gelu = false;           // in place of silu, in the MLPs of layers without experts
+  const LayerWindow* windows = nullptr;
+  int64_t window_count = 0;
   // What layers have in common: sizes, plan, lengths, and the caches of the first; from each to the next, in bytes.
   SpeculativeArgs attention;
   int64_t k_cache_stride, v_cache_stride;
   const LayerCache* caches = nullptr;  // of each layer, in place of these strides
   ApplyRopeArgs rope;                  // tables and positions; without these, rows follow the cached ones
+  ApplyRopeArgs window_rope;           // tables of layers with a window; cos is nullptr: they have the same
   RouterFunctions* router_functions;
   const LoraGroup* lora = nullptr;  // rows with adapters of their own, each in one group
   int64_t lora_count = 0;
@@ -103,13 +126,15 @@ struct TransformerLayersArgs {
   int64_t turned_heads() const { return attention.q_heads + attention.kv_heads; }
   int64_t all_heads() const { return attention.q_heads + 2 * attention.kv_heads; }
   bool norms_heads() const { return layers[0].q_norm != nullptr; }
+  // Whether the rows follow the cached ones, so that it is computed here what they see in layers with windows.
+  bool computes_starts() const { return window_count > 0 && !rope.positions.given(); }
   int64_t memory_bytes() const;
 };
 
 // The memory for what is between two kernels, which all layers share.
 struct LayersMemory {
   char *embedded, *residual, *added;
-  int64_t *ids, *positions;
+  int64_t *ids, *positions, *starts;
   char *pairs, *merged, *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
   LoraMemory lora;
   char* stored;  // new keys and values in the cache's form, if that is another
@@ -123,6 +148,7 @@ struct LayersMemory {
     embedded = args.embedding == nullptr ? nullptr : take_rows();
     ids = memory.take<int64_t>(args.embedding == nullptr ? 0 : rows);
     positions = memory.take<int64_t>(args.rope.positions.given() ? 0 : rows);
+    starts = memory.take<int64_t>(args.computes_starts() ? args.window_count * rows : 0);
     const PairedRows* const paired = args.paired;
     pairs = paired == nullptr ? nullptr : memory.take(rows * 2 * args.width * size);
     merged = paired == nullptr || !paired->merge ? nullptr : take_rows();

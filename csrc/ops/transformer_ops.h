@@ -16,12 +16,17 @@ struct AddRmsNormArgs {
   float eps;
 };
 
-// out[j] = silu(x[j]) * x[width + j].
-struct SiluAndMulArgs {
+// out[j] = f(x[j]) * x[width + j], where f is silu, or the approximation of GELU with tanh.
+struct GateArgs {
   Element element;
   RowsView x, out;
   int64_t rows, width;
 };
+struct SiluAndMulArgs : GateArgs {};
+struct GeluAndMulArgs : GateArgs {};
+
+// That approximation is x times the sigmoid of x (kGeluSlope + kGeluCube x^2): 2 sqrt(2 / pi), and 0.044715 times that.
+constexpr float kGeluSlope = 1.5957691216f, kGeluCube = 0.0713548163f;
 
 // q, k and v of new rows: q and k are rotated in place, k and v are appended to the cache of one layer.
 struct ApplyRopeAppendArgs {
@@ -90,6 +95,7 @@ struct ApplyRopeArgs {
 
 PDK_VECTOR_KERNEL(add_rms_norm, AddRmsNormArgs)
 PDK_VECTOR_KERNEL(silu_and_mul, SiluAndMulArgs)
+PDK_VECTOR_KERNEL(gelu_and_mul, GeluAndMulArgs)
 PDK_KERNEL(apply_rope_append, ApplyRopeAppendArgs)
 PDK_VECTOR_KERNEL(apply_rope_append, ApplyRopeAppendArgs)
 PDK_KERNEL(apply_rope, ApplyRopeArgs)

@@ -100,6 +100,7 @@ RULES: dict[str, Callable[[Given], Iterator[Cut]]] = {
     "silu_and_mul_backward": partial(_rows, names=["x", "grad"], results=1),
     "add_rms_norm": partial(_rows, names=["x", "residual"], results=2),
     "silu_and_mul": partial(_rows, names=["x"], results=1),
+    "gelu_and_mul": partial(_rows, names=["x"], results=1),
     "kv_quantize": partial(_rows, names=["x"], results=1),
     "token_statistics": partial(_statistics, name="logits"),
     "linear_token_statistics": partial(_statistics, name="hidden"),

@@ -1,6 +1,6 @@
-"""The ops between the matrix products of a layer: residual norms, the gate, and rotary embedding.
+"""The ops between the matrix products of a layer: residual norms, gates, and rotary embedding.
 
-The norms and the gate have gradients; rotations write their input and refuse one that would need a gradient.
+The norms and the gate with silu have gradients; rotations write their input and refuse one that would need a gradient.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pdkernels.ops._gradients import register_gradients
 from pdkernels.ops.library import NAMESPACE, Draw, call, define
 from pdkernels.reference import transformer_ops as reference
 
-__all__ = ["add_rms_norm", "apply_rope_", "apply_rope_append_", "silu_and_mul"]
+__all__ = ["add_rms_norm", "apply_rope_", "apply_rope_append_", "gelu_and_mul", "silu_and_mul"]
 
-NORM, GATE = "add_rms_norm", "silu_and_mul"
+NORM, GATE, GELU = "add_rms_norm", "silu_and_mul", "gelu_and_mul"
 
 
 def _fake_add_rms_norm_backward(
@@ -234,6 +234,34 @@ def silu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     return out
 
 
+def gelu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """``gelu(x[..., :F]) * x[..., F:]``, where gelu is its approximation with tanh: as `silu_and_mul`, for Gemma. In
+    float32, rounded once.
+
+    Args:
+        x: ``(..., 2F)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
+
+    Returns:
+        ``(..., F)``, contiguous, dtype of `x`.
+
+    Raises:
+        ValueError: an odd last dimension.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic. Gates far below 0 keep their digits, which ``1 + tanh`` loses. Source: Hendrycks and Gimpel, "Gaussian
+    Error Linear Units (GELUs)", section 2; Shazeer, "GLU Variants Improve Transformer", equation 5.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> pd.gelu_and_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
+        tensor([[0.0000, 1.6824]])
+    """
+    out: Tensor = call(gelu_and_mul_op, (x,), x, backend)
+    return out
+
+
 def apply_rope_append_(
     qkv: Tensor,
     bias: Tensor | None,
@@ -366,11 +394,19 @@ def _fake_add_rms_norm(
     return x.new_empty(x.shape), x.new_empty(0 if next_weight is None else x.shape)
 
 
-def _fake_silu_and_mul(x: Tensor) -> Tensor:
-    check_floats("silu_and_mul", "x", x)
+def _fake_gate(op: str, x: Tensor) -> Tensor:
+    check_floats(op, "x", x)
     if x.dim() == 0 or x.shape[-1] % 2 != 0:
-        fail("silu_and_mul", "x", "have shape (..., 2F)", tuple(x.shape))
+        fail(op, "x", "have shape (..., 2F)", tuple(x.shape))
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _fake_silu_and_mul(x: Tensor) -> Tensor:
+    return _fake_gate(GATE, x)
+
+
+def _fake_gelu_and_mul(x: Tensor) -> Tensor:
+    return _fake_gate(GELU, x)
 
 
 def _check_tables(op: str, cos: Tensor, sin: Tensor, head_dim: int, device: torch.device) -> None:
@@ -464,7 +500,7 @@ def _example_add_rms_norm(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _example_silu_and_mul(draw: Draw) -> dict[str, Any]:
+def _example_gate(draw: Draw) -> dict[str, Any]:
     return {"x": draw.floats(5, 128)}
 
 
@@ -493,8 +529,14 @@ silu_and_mul_op = define(
     "silu_and_mul(Tensor x) -> (Tensor out)",
     fake=_fake_silu_and_mul,
     reference=reference.silu_and_mul,
-    example=_example_silu_and_mul,
+    example=_example_gate,
     gradients="own",
+)
+gelu_and_mul_op = define(
+    "gelu_and_mul(Tensor x) -> (Tensor out)",
+    fake=_fake_gelu_and_mul,
+    reference=reference.gelu_and_mul,
+    example=_example_gate,
 )
 apply_rope_append_op = define(
     "apply_rope_append_(Tensor(a!) qkv, Tensor? bias, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor lengths, "

@@ -94,6 +94,7 @@ def others(group: Any) -> None:
         (lambda y: pd.add_rms_norm(y, y, norm)[0], x, 1, 1),
         (lambda y: pd.add_rms_norm(y, y, norm, next_weight=norm)[1], x, 0, 0),
         (pd.silu_and_mul, x, 0, 0),
+        (pd.gelu_and_mul, x, 0, 0),
         (pd.kv_quantize, x, 0, 0),
         (lambda y: pd.token_statistics(y).entropy, x, 0, 0),
         (lambda y: pd.linear_token_statistics(y, weight).ids, x, 1, 1),

@@ -152,9 +152,12 @@ static void norms(Element element) {
   RUN(add_rms_norm, args);
   print("close", "sum", static_cast<int>(element), 0, sum, rows * width);
   print("close", "norm", static_cast<int>(element), 0, next, rows * width);
-  SiluAndMulArgs silu{element, {gate.data(), width}, {up.data(), 95}, rows, 95};
+  SiluAndMulArgs silu{{element, {gate.data(), width}, {up.data(), 95}, rows, 95}};
   RUN(silu_and_mul, silu);
   print("close", "silu", static_cast<int>(element), 0, up, rows * 95);
+  GeluAndMulArgs gelu{{element, {gate.data(), width}, {up.data(), 95}, rows, 95}};
+  RUN(gelu_and_mul, gelu);
+  print("close", "gelu", static_cast<int>(element), 0, up, rows * 95);
 }
 
 static void statistics(Element element, double temperature, double top_p) {

@@ -1,4 +1,4 @@
-"""add_rms_norm and silu_and_mul against the reference in double precision; apply_rope_append_ is tested in test_apply_rope_append.py."""
+"""add_rms_norm and the gates against the reference in double precision; apply_rope_append_ is tested in test_apply_rope_append.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.ops.implementations import NAMES, implementation
 from tests.support.errors import refused
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+GATES = ["silu_and_mul", "gelu_and_mul"]
 WIDTHS = [(33, 1), (32, 7), (16, 33), (4, 513), (3, 5280)]
 
 
@@ -61,12 +62,23 @@ def test_roundings_are_where_the_published_model_has_them(impl, dtype: torch.dty
         assert (other == expected[0]).float().mean() < 0.99
 
 
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, width", [(300, 1), (65, 7), (16, 33), (3, 4099), (2, 17920)])
-def test_gate_within_the_error_budget(impl, rows: int, width: int, dtype: torch.dtype) -> None:
-    x = draw(4, rows, 2 * width, dtype=dtype, scale=4)
-    actual = impl.silu_and_mul(x.to(impl.device)).cpu()
-    assert_within_budget(actual, reference.silu_and_mul(x.double()), reference.silu_and_mul(x), name="gate")
+def test_gates_within_the_error_budget(impl, rows: int, width: int, dtype: torch.dtype, gate: str) -> None:
+    x, oracle = draw(4, rows, 2 * width, dtype=dtype, scale=4), getattr(reference, gate)
+    actual = getattr(impl, gate)(x.to(impl.device)).cpu()
+    assert_within_budget(actual, oracle(x.double()), oracle(x), name=gate)
+
+
+def test_gelu_far_below_zero(impl) -> None:
+    """Each number to the digits of its exponent: where 1 + tanh is 0 in float32, and up to where e^-88 is."""
+    gates = torch.linspace(-9.5, 0, 1000)
+    exact = gates.double() / (
+        1 + (-gates.double() * (1.5957691216057308 + 0.07135481627260025 * gates.double() ** 2)).exp()
+    )
+    found = impl.gelu_and_mul(torch.cat([gates, torch.ones_like(gates)]).to(impl.device)).cpu()
+    torch.testing.assert_close(found.double(), exact, rtol=5e-5, atol=1e-37)
 
 
 def test_without_a_next_weight(impl) -> None:
@@ -135,14 +147,15 @@ def test_any_layout(impl, width: int, dtype: torch.dtype) -> None:
     x, residual = (draw(i, 2, 3, width, dtype=dtype).to(impl.device) for i in (0, 1))
     weight, apart = draw(2, width, dtype=dtype).to(impl.device), draw(3, 2 * width, dtype=dtype).to(impl.device)[::2]
     y, following = impl.add_rms_norm(x, residual, weight, next_weight=apart)
-    gated = impl.silu_and_mul(x[..., : width // 2 * 2].contiguous())
+    gated = {gate: getattr(impl, gate)(x[..., : width // 2 * 2].contiguous()) for gate in GATES}
     others = layouts(residual)
     for name, view in layouts(x).items():
         again, next_again = impl.add_rms_norm(view, others[name], weight, next_weight=apart)
         assert again.is_contiguous() and torch.allclose(again.float(), y.float(), rtol=1e-2), name
         assert torch.equal(again, y) or name == "unaligned" or impl.name != "cpu", name
         assert torch.allclose(next_again.float(), following.float(), rtol=2e-2), name
-        assert torch.equal(impl.silu_and_mul(view[..., : width // 2 * 2]), gated), name
+        for gate, result in gated.items():
+            assert torch.equal(getattr(impl, gate)(view[..., : width // 2 * 2]), result), name
     spread = x[:1, :1].expand(2, 3, width)
     assert torch.equal(
         impl.add_rms_norm(spread, spread, weight)[0],
@@ -155,8 +168,10 @@ def test_shapes_of_results(impl, shape: tuple[int, ...]) -> None:
     x, weight = draw(0, *shape).to(impl.device), torch.ones(shape[-1], device=impl.device)
     y, following = impl.add_rms_norm(x, x, weight, next_weight=weight)
     assert y.shape == following.shape == x.shape
-    assert impl.silu_and_mul(x).shape == (*shape[:-1], shape[-1] // 2)
-    assert y.isfinite().all() and impl.silu_and_mul(x).isfinite().all()
+    assert y.isfinite().all()
+    for gate in GATES:
+        gated = getattr(impl, gate)(x)
+        assert gated.shape == (*shape[:-1], shape[-1] // 2) and gated.isfinite().all()
 
 
 def test_offsets_beyond_32_bits(impl) -> None:
@@ -164,7 +179,8 @@ def test_offsets_beyond_32_bits(impl) -> None:
     stride = 2**30 + 64
     wide = torch.empty(stride + 32, dtype=torch.float32, device=impl.device).as_strided((2, 32), (stride, 1))
     wide.copy_(draw(0, 2, 32))
-    assert torch.equal(impl.silu_and_mul(wide), impl.silu_and_mul(wide.contiguous()))
+    for gate in GATES:
+        assert torch.equal(getattr(impl, gate)(wide), getattr(impl, gate)(wide.contiguous()))
 
 
 # --- values ----------------------------------------------------------------------------------------------------------------
@@ -192,20 +208,19 @@ def test_extreme_values(impl, dtype: torch.dtype) -> None:
         [0.0, -0.0, 1e-4, -1e-4, 20, -20, 88, -88, 104, -104, 6e4, -6e4, torch.inf, -torch.inf, torch.nan], dtype=dtype
     )
     x = torch.cat([gates, torch.ones_like(gates)])
-    assert_within_budget(
-        impl.silu_and_mul(x.to(impl.device)).cpu(),
-        reference.silu_and_mul(x.double()),
-        reference.silu_and_mul(x),
-        name="gate",
-    )
+    for gate in GATES:
+        actual, oracle = getattr(impl, gate)(x.to(impl.device)).cpu(), getattr(reference, gate)
+        assert_within_budget(actual, oracle(x.double()), oracle(x), name=gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_every_pattern_of_16_bits(impl, dtype: torch.dtype) -> None:
-    """silu(20) is 20 in float32, and 20 times a number has two bits more: ties, subnormals and overflows are among the products."""
+    """silu(20) and gelu(20) are 20 in float32, and 20 times a number has two bits more: ties, subnormals and overflows are among the products."""
     up = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
     x = torch.cat([torch.full_like(up, 20), up]).to(impl.device)
-    assert torch.equal(impl.silu_and_mul(x).cpu().nan_to_num(7), (20 * up.float()).to(dtype).nan_to_num(7))
+    for gate in GATES:
+        found = getattr(impl, gate)(x).cpu().nan_to_num(7)
+        assert torch.equal(found, (20 * up.float()).to(dtype).nan_to_num(7)), gate
 
 
 def test_a_nan_stays_in_its_row(impl) -> None:
@@ -225,7 +240,8 @@ def test_a_row_does_not_depend_on_the_others(impl, dtype: torch.dtype) -> None:
     alone = add_rms_norm(impl, [t[7:8] for t in inputs[:2]] + inputs[2:])
     assert all(torch.equal(a, b) and torch.equal(a[7:8], c) for a, b, c in zip(together, again, alone))
     x = inputs[0].to(impl.device)
-    assert torch.equal(impl.silu_and_mul(x)[7:8], impl.silu_and_mul(x[7:8]))
+    for gate in GATES:
+        assert torch.equal(getattr(impl, gate)(x)[7:8], getattr(impl, gate)(x[7:8]))
 
 
 def test_threads_give_the_same_bits() -> None:
@@ -234,7 +250,7 @@ def test_threads_give_the_same_bits() -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append((*add_rms_norm(impl, inputs), impl.silu_and_mul(wide)))
+            results.append((*add_rms_norm(impl, inputs), *(getattr(impl, gate)(wide) for gate in GATES)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
@@ -242,11 +258,11 @@ def test_threads_give_the_same_bits() -> None:
 
 def test_result_does_not_depend_on_the_order_of_threads() -> None:
     impl, inputs = implementation("cudasim"), norm_inputs(3, 700, torch.bfloat16)
-    expected, gated = add_rms_norm(impl, inputs), impl.silu_and_mul(inputs[0])
+    expected, gated = add_rms_norm(impl, inputs), [getattr(impl, gate)(inputs[0]) for gate in GATES]
     for order in impl.schedules():
         with order:
             assert all(torch.equal(a, b) for a, b in zip(add_rms_norm(impl, inputs), expected))
-            assert torch.equal(impl.silu_and_mul(inputs[0]), gated)
+            assert all(torch.equal(getattr(impl, gate)(inputs[0]), a) for gate, a in zip(GATES, gated))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -261,11 +277,12 @@ def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torc
         for name, *tensors in zip(("y", "next"), level_ops.add_rms_norm(*given, 1e-6), exact, same):
             assert_within_budget(*tensors, name=name)
     if dtype != torch.float32:
-        test_every_pattern_of_16_bits(SimpleNamespace(device="cpu", silu_and_mul=level_ops.silu_and_mul), dtype)
+        gates = {gate: getattr(level_ops, gate) for gate in GATES}
+        test_every_pattern_of_16_bits(SimpleNamespace(device="cpu", **gates), dtype)
     x = draw(7, rows, 2 * width, dtype=dtype, scale=5)
-    assert_within_budget(
-        level_ops.silu_and_mul(x), reference.silu_and_mul(x.double()), reference.silu_and_mul(x), name="gate"
-    )
+    for gate in GATES:
+        oracle = getattr(reference, gate)
+        assert_within_budget(getattr(level_ops, gate)(x), oracle(x.double()), oracle(x), name=gate)
 
 
 # --- torch integration -------------------------------------------------------------------------------------------------------
@@ -284,7 +301,8 @@ def test_opcheck(dtype: torch.dtype) -> None:
             (x, residual, None, next_weight),
         ):
             torch.library.opcheck(torch.ops.pdkernels.add_rms_norm.default, call)
-        torch.library.opcheck(torch.ops.pdkernels.silu_and_mul.default, (x,))
+        for gate in GATES:
+            torch.library.opcheck(getattr(torch.ops.pdkernels, gate).default, (x,))
 
 
 def test_fullgraph_without_recompiles() -> None:
@@ -293,7 +311,8 @@ def test_fullgraph_without_recompiles() -> None:
 
     def step(x, residual, weight):
         y, following = pd.add_rms_norm(x, residual, weight, next_weight=weight)
-        return y, following, pd.silu_and_mul(torch.cat([following, y], -1))
+        both = torch.cat([following, y], -1)
+        return y, following, pd.silu_and_mul(both), pd.gelu_and_mul(both)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
     for rows, width in [(2, 8), (3, 10), (7, 16), (4, 6)]:
@@ -305,7 +324,8 @@ def test_fullgraph_without_recompiles() -> None:
 def test_reference_backend_serves_double_precision_and_gradients() -> None:
     x, residual, weight, next_weight = (t.double().requires_grad_() for t in norm_inputs(2, 5, torch.float32))
     y, following = pd.add_rms_norm(x, residual, weight, next_weight=next_weight, backend="reference")
-    (following.sum() + pd.silu_and_mul(y[..., :4], backend="reference").sum()).backward()
+    gated = [getattr(pd, gate)(y[..., :4], backend="reference") for gate in GATES]
+    (following.sum() + sum(x.sum() for x in gated)).backward()
     assert all(t.grad is not None and t.grad.dtype == torch.float64 for t in (x, residual, weight, next_weight))
 
 
@@ -350,17 +370,23 @@ def test_bad_norms(call: dict[str, object], text: str) -> None:
     assert str(error.value).startswith("pdkernels.")
 
 
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(
     "x, text",
     [
-        (3.0, r"TypeError: silu_and_mul: x must be a tensor, got float"),
+        (3.0, r"TypeError: GATE: x must be a tensor, got float"),
         (X[0, 0], r"x must have shape \(\.\.\., 2F\), got \(\)"),
         (X[:, :3], r"x must have shape \(\.\.\., 2F\), got \(2, 3\)"),
         (X.int(), r"TypeError: x must be float32, float16 or bfloat16, got torch\.int32"),
         (X.double(), r"TypeError: got torch\.float64\. Pass backend='reference'"),
     ],
 )
-def test_bad_gate(x: object, text: str) -> None:
-    with refused(text) as error:
-        pd.silu_and_mul(x)
+def test_bad_gates(x: object, text: str, gate: str) -> None:
+    with refused(text.replace("GATE", gate)) as error:
+        getattr(pd, gate)(x)
     assert str(error.value).startswith("pdkernels.")
+
+
+def test_gelu_has_no_gradient() -> None:
+    with refused(r"NotImplementedError: gelu_and_mul: x must not require a gradient"):
+        pd.gelu_and_mul(X.clone().requires_grad_())

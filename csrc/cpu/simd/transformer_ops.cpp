@@ -1,6 +1,7 @@
 // The ops between a transformer's matrix products. Rows are independent work items; a row is too short to be split.
 #include "kernels.h"
 #include "ops/low_rank.h"
+#include "ops/scaled_rows.h"
 #include "ops/transformer_ops_backward.h"
 #include "ops/weighted_rows.h"
 #include "rms_norm.h"
@@ -51,6 +52,15 @@ void weighted_rows_of(const WeightedRowsArgs& args) {
       if (args.plus.given()) total = as<T>(total) + load(args.plus.row<const T>(i) + at, lanes);
       store(out + at, total, lanes);
     });
+  });
+}
+
+template <class T>
+void scaled_rows_of(const ScaledRowsArgs& args) {
+  for_rows(args.rows, args.width, [&](int64_t i) {
+    T* x = args.x.row<T>(i);
+    const Vec factor = args.rounds_factor ? as<T>(splat(args.factor)) : splat(args.factor);
+    for_vectors(0, args.width, [&](int64_t at, auto lanes) { store(x + at, load(x + at, lanes) * factor, lanes); });
   });
 }
 
@@ -168,15 +178,15 @@ void add_rms_norm_backward_of(const AddRmsNormBackwardArgs& args) {
   if (args.dnext != nullptr) sum_parts(args.parts_next, parts, width, static_cast<T*>(args.dnext));
 }
 
-// x / (1 + e^-x) with an exponent that never grows.
+// x times the sigmoid of z, which has the sign of x, with an exponent that never grows.
 template <class T>
-PDK_INLINE Vec silu(Vec x) {
-  const Vec e = exponential<sizeof(T) == 4>(choose(x > 0, -x, x));
+PDK_INLINE Vec opened(Vec x, Vec z) {
+  const Vec e = exponential<sizeof(T) == 4>(choose(x > 0, -z, z));
   return choose(x > 0, x, x * e) / (1.0f + e);
 }
 
-template <class T>
-void silu_and_mul_of(const SiluAndMulArgs& args) {
+template <class T, class Activate>
+void gate_rows(const GateArgs& args, const Activate& activate) {
   // Rows are split into independent parts, so that a single row keeps several threads busy.
   constexpr int64_t kPart = 4096;
   const int64_t parts = (args.width + kPart - 1) / kPart;
@@ -185,9 +195,20 @@ void silu_and_mul_of(const SiluAndMulArgs& args) {
     const T* x = args.x.row<const T>(row);
     T* out = args.out.row<T>(row);
     for_vectors(begin, smaller(begin + kPart, args.width), [&](int64_t at, auto lanes) {
-      store(out + at, silu<T>(load(x + at, lanes)) * load(x + args.width + at, lanes), lanes);
+      store(out + at, activate(load(x + at, lanes)) * load(x + args.width + at, lanes), lanes);
     });
   });
+}
+
+template <class T>
+void silu_and_mul_of(const SiluAndMulArgs& args) {
+  gate_rows<T>(args, [](Vec x) __attribute__((always_inline)) { return opened<T>(x, x); });
+}
+
+template <class T>
+void gelu_and_mul_of(const GeluAndMulArgs& args) {
+  gate_rows<T>(args,
+               [](Vec x) __attribute__((always_inline)) { return opened<T>(x, x * (x * x * kGeluCube + kGeluSlope)); });
 }
 
 template <class T>
@@ -276,6 +297,8 @@ void add_rms_norm(const AddRmsNormArgs& args) { PDK_BY_ELEMENT(add_rms_norm_of, 
 void add_rms_norm_backward(const AddRmsNormBackwardArgs& args) { PDK_BY_ELEMENT(add_rms_norm_backward_of, args) }
 void silu_and_mul_backward(const SiluAndMulBackwardArgs& args) { PDK_BY_ELEMENT(silu_and_mul_backward_of, args) }
 void silu_and_mul(const SiluAndMulArgs& args) { PDK_BY_ELEMENT(silu_and_mul_of, args) }
+void gelu_and_mul(const GeluAndMulArgs& args) { PDK_BY_ELEMENT(gelu_and_mul_of, args) }
+void scaled_rows(const ScaledRowsArgs& args) { PDK_BY_ELEMENT(scaled_rows_of, args) }
 void weighted_rows(const WeightedRowsArgs& args) { PDK_BY_ELEMENT(weighted_rows_of, args) }
 void low_rank(const LowRankArgs& args) { PDK_BY_ELEMENT(low_rank_of, args) }
 void apply_rope_append(const ApplyRopeAppendArgs& args) { PDK_BY_ELEMENT(apply_rope_append_of, args) }

@@ -268,6 +268,12 @@ class TransformerConfig:
         return self.heads // self.kv_heads
 
     @property
+    def query_factor(self) -> float | None:
+        """Factor of queries beside ``head_dim ** -0.5``; None: 1."""
+        factor = None if self.query_scale is None else self.query_scale * self.head_dim**0.5
+        return None if factor == 1 else factor
+
+    @property
     def rotary_width(self) -> int:
         """Components of a head that RoPE rotates."""
         return self.head_dim

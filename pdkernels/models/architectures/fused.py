@@ -17,7 +17,7 @@ from pdkernels.ops.grouped_linear import quantized_grouped_linear
 from pdkernels.ops.linear import linear as product
 from pdkernels.ops.quantized_linear import quantized_embedding, quantized_linear
 from pdkernels.ops.quantized_weight import QuantizedWeight
-from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
+from pdkernels.ops.transformer_ops import add_rms_norm, gelu_and_mul, silu_and_mul
 
 
 def enabled(x: torch.Tensor) -> bool:
@@ -102,10 +102,12 @@ def add_norm(
 
 def gated(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """``silu(gate) * up`` of ``gate, up = x.chunk(2, -1)``, or with "gelu", by its approximation with tanh."""
-    if activation == "gelu":
-        gate, up = x.chunk(2, -1)
-        return F.gelu(gate, approximate="tanh") * up
     if enabled(x):
-        return silu_and_mul(x)
+        return gelu_and_mul(x) if activation == "gelu" else silu_and_mul(x)
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
+
+
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Logits x as ``cap * tanh(x / cap)``; None: as they are."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap

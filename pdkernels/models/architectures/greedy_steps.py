@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pdkernels import _native
 from pdkernels._attention import PlanArguments
-from pdkernels.cache import ContiguousKVCache, PagedKVCache
+from pdkernels.cache import ContiguousKVCache, PagedKVCache, WindowedCache
 from pdkernels.models.architectures import whole_step
 from pdkernels.models.architectures.attention import plan_of
+from pdkernels.models.architectures.caches import expect_
 from pdkernels.models.architectures.transformer import Transformer
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 
@@ -34,9 +35,16 @@ class GreedyArguments(NamedTuple):
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor | None
+    more_k: list[Tensor]
+    """As in `LayersArguments` of whole_step.py, like the other lists."""
+    more_v: list[Tensor]
+    more_tables: list[Tensor]
+    groups: list[int]
     ends: Tensor | None
     cos: Tensor
     sin: Tensor
+    window_cos: Tensor | None
+    window_sin: Tensor | None
     suppress: list[int]
     capacity: int
     draft: int
@@ -44,7 +52,7 @@ class GreedyArguments(NamedTuple):
     plan: PlanArguments
 
 
-_WRITTEN = ["table", "remaining", "lengths", "k_cache", "v_cache"]
+_WRITTEN = ["table", "remaining", "lengths", "k_cache", "v_cache", "more_k", "more_v"]
 LIBRARY.define(f"{OP}({schema_of(GreedyArguments, mutated=_WRITTEN)}) -> Tensor entries")
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
@@ -61,7 +69,7 @@ class GreedySteps:
     def __init__(
         self,
         model: Transformer,
-        cache: ContiguousKVCache | PagedKVCache,
+        cache: ContiguousKVCache | PagedKVCache | WindowedCache,
         table: Tensor,
         draft: int,
         remaining: Tensor,
@@ -78,15 +86,16 @@ class GreedySteps:
         model, cache = self._model, self._cache
         if not model.is_plain or not torch.is_inference_mode_enabled() or cache.adapters is not None:
             return None
-        plan, rotation = plan_of(cache, 1, None), model._rope(cache.capacity + 1)
-        if plan is None or not whole_step.serves(self._table, cache, rotation):
+        plan, rotations = plan_of(cache, 1, None), whole_step.rotations(model, cache.capacity + 1)
+        if plan is None or not whole_step.serves(self._table, cache, rotations[0]):
             return None
         bound = model.binding.of(model)
         if bound is None:
             return None
+        expect_(cache, 1, None)
         arguments = (
-            *(bound, self._table, self._remaining, cache.lengths, cache.k, cache.v, cache.block_table, self._ends),
-            *(rotation.cos, rotation.sin, *self._options, steps, *plan.arguments),
+            *(bound, self._table, self._remaining, cache.lengths, *whole_step.places(cache), self._ends),
+            *(*whole_step.tables_of(*rotations), *self._options, steps, *plan.arguments),
         )
         try:
             entries: list[list[list[int]]] = run_counted(_run, arguments, _WRITES).tolist()
@@ -98,9 +107,9 @@ class GreedySteps:
 def greedy_steps(model: Any, cache: Any, *arguments: Any) -> GreedySteps | None:
     """`GreedySteps` with these arguments; None: the model or its cache is another one."""
     # What wraps a model may pass its attributes on.
-    if type(model) is not Transformer or type(cache) not in (ContiguousKVCache, PagedKVCache):
+    if type(model) is not Transformer or type(cache) not in (ContiguousKVCache, PagedKVCache, WindowedCache):
         return None
-    config = model.config
-    if config.embedding_scale != 1 or config.windows or not _native.has_native() or cache.device.type != "cpu":
+    # A cap can make the two largest logits one, and the op chooses among those before it.
+    if model.config.logits_softcap is not None or not _native.has_native() or cache.device.type != "cpu":
         return None
     return GreedySteps(model, cache, *arguments)

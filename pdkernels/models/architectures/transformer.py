@@ -244,8 +244,8 @@ class Transformer(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The language model head: logits `(..., vocab_size)` of rows of `hidden`."""
         head: Matrix = self.embedding if self.head is None else self.head
-        logits, cap = linear(rms_norm(hidden, self.norm, self.config.norm_eps), head), self.config.logits_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        logits = linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
+        return fused.capped(logits, self.config.logits_softcap)
 
     def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
         """`pdkernels.token_statistics`, with its `options`, of the `logits` of rows of `hidden`, which are never
@@ -515,9 +515,8 @@ class Transformer(nn.Module):
         self, rotation: Rotation, visibility: Visibility, cache: Cache | None = None, counts: torch.Tensor | None = None
     ) -> NewRows:
         config = self.config
-        factor = None if config.query_scale is None else config.query_scale * config.head_dim**0.5
         return NewRows(
-            rotation, config.rope_style, config.kv_heads, visibility, cache, counts, (), None if factor == 1 else factor
+            rotation, config.rope_style, config.kv_heads, visibility, cache, counts, (), config.query_factor
         )._replace(softcap=config.attention_softcap)
 
     def _windowed(

@@ -28,11 +28,13 @@ from pdkernels.cache import Cache, WindowedCache
 from pdkernels.masks import TilePlan
 from pdkernels.models.architectures import fused
 from pdkernels.models.architectures.attention import NewRows, check_mask, plan_of
-from pdkernels.models.architectures.config import ExpertsConfig
+from pdkernels.models.architectures.caches import expect_
+from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.architectures.experts import ExpertLayer
 from pdkernels.models.architectures.layer import Layer
 from pdkernels.models.architectures.lora import AdaptedArguments, AdaptedRows
 from pdkernels.models.architectures.rope import Rotation
+from pdkernels.models.architectures.windows import Window
 from pdkernels.ops.library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
@@ -41,8 +43,8 @@ BIND = "bind_transformer"
 
 # In the order of `ParameterReader` in python_bindings/transformer_parameters.h: a bias follows its matrix.
 NAMES = (
-    *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias"),
-    *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
+    *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "sinks", "output", "output_bias"),
+    *("attention_out_norm", "mlp_norm", "mlp_out_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
 )
 # Those of a layer with experts.
 EXPERT_NAMES = (
@@ -116,6 +118,37 @@ class PairedArguments(NamedTuple):
     """Whether the rows after the last layer are returned normed, as the head reads them."""
 
 
+class SettingsArguments(NamedTuple):
+    """What layers do beside their parameters, as a model's configuration says; `SettingsInputs` in
+    python_bindings/transformer_parameters.h."""
+
+    embedding_scale: float = 1.0
+    query_factor: float = 1.0
+    softcap: float = 0.0
+    """Of scores; 0: they have none."""
+    whole_qk_norm: bool = False
+    gelu: bool = False
+    windows: list[int] = []
+    """Of each layer, 0: none; empty: no layer has one. They count where rows follow the cached ones; of others it is said
+    for each forward what they see (`LayersArguments.starts`)."""
+    chunks: list[int] = []
+    """The same of windows that are `chunked`."""
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> SettingsArguments:
+        scales = config.embedding_scale, config.query_factor or 1.0, config.attention_softcap or 0.0
+        sizes = ([size_of(window) for window in config.windows] for size_of in (_slides, _chunks))
+        return cls(*scales, config.whole_qk_norm, config.activation == "gelu", *sizes)
+
+
+def _slides(window: Window | None) -> int:
+    return 0 if window is None or window.chunked else window.size
+
+
+def _chunks(window: Window | None) -> int:
+    return 0 if window is None or not window.chunked else window.size
+
+
 class Parts(NamedTuple):
     """What is bound of a model beside its layers."""
 
@@ -129,6 +162,8 @@ class Parts(NamedTuple):
     """Of a drafter whose layers begin with a row of the embedding and one of x side by side: the norms of both, and the
     matrix that makes one row of them; None: attention of the first layer reads them."""
     pairs: PairedArguments = PairedArguments()
+    settings: SettingsArguments | None = None
+    """None: those of layers as of Llama and Qwen3; others are not bound."""
 
 
 class BindArguments(NamedTuple):
@@ -145,6 +180,7 @@ class BindArguments(NamedTuple):
     eps: float
     routing: RoutingArguments
     pairs: PairedArguments
+    settings: SettingsArguments
 
 
 class LayersArguments(NamedTuple):
@@ -175,10 +211,13 @@ class LayersArguments(NamedTuple):
     longest: int
     cos: Tensor
     sin: Tensor
+    window_cos: Tensor | None
+    """Tables of layers with a window, if they have others."""
+    window_sin: Tensor | None
     positions: Tensor | None
     """None: those after the cached rows."""
     starts: list[Tensor | None]
-    """Of each layer; empty: all see their rows from the first one on."""
+    """Of each layer; empty: as their windows say, without positions."""
     adapted: AdaptedArguments
     plan: PlanArguments
 
@@ -247,7 +286,8 @@ class Binding:
         return kept[1]
 
     def parts(self, model: Any) -> Parts:
-        return Parts(model.config, model.embedding, model.embedding if model.head is None else model.head)
+        config, head = model.config, model.embedding if model.head is None else model.head
+        return Parts(config, model.embedding, head, settings=SettingsArguments.of(config))
 
     def holders(self, model: Any) -> Sequence[nn.Module]:
         """The modules beside `model` that hold some of `parts`."""
@@ -264,8 +304,9 @@ class Binding:
 
 
 def _bound(model: Any, bindable: Parts) -> Tensor | None:
-    config = bindable.config
-    if not config.usual or any(map(_differs, model.layers)):
+    config, settings = bindable.config, bindable.settings
+    experts_differ = config.experts is not None and not config.experts.usual
+    if experts_differ or (settings is None and not config.usual) or any(map(_differs, model.layers)):
         return None
     parameters = TransformerParameters([], [], [], [], [])
     parameters.add_matrix(bindable.embedding)
@@ -286,7 +327,8 @@ def _bound(model: Any, bindable: Parts) -> Tensor | None:
     sizes = len(model.layers), config.heads, config.kv_heads, config.head_dim
     routing = RoutingArguments.of(config.experts)
     eps, pairs = config.norm_eps, bindable.pairs._replace(paired=bindable.paired is not None)
-    arguments = BindArguments(model.norm, parameters, *sizes, interleaved, scale, eps, routing, pairs)
+    settings = settings or SettingsArguments()
+    arguments = BindArguments(model.norm, parameters, *sizes, interleaved, scale, eps, routing, pairs, settings)
     try:
         bound: Tensor = _bind(*flat(arguments))
     except RuntimeError:
@@ -318,8 +360,10 @@ def run_layers(
     fits = rotation.positions is not None and x.is_floating_point()
     if cache is None or not isinstance(plan, TilePlan) or not fits:
         return None
-    # One plan and one rotation serve all layers.
-    alike = all(seen.visibility.mask is plan and seen.rotation is None for seen in rows.seen)
+    # One plan serves all layers, and one rotation those with a window.
+    windowed = next((seen.rotation for seen in rows.seen if seen.rotation is not None), None)
+    of_windows = (seen.rotation is (None if seen.starts is None else windowed) for seen in rows.seen)
+    alike = all(of_windows) and all(seen.visibility.mask is plan for seen in rows.seen)
     if not alike or not fused.enabled(x) or not serves(x, cache, rotation):
         return None
     results = _results(
@@ -328,7 +372,7 @@ def run_layers(
         (None if beside is None else beside.contiguous(), [*taps], first, end, False),
         cache,
         (rows.counts, rows.cu_seqlens),
-        rotation,
+        (rotation, windowed),
         [seen.starts for seen in rows.seen[first:end]],
         plan,
         rows.lora,
@@ -348,19 +392,24 @@ def run_forward(
     """The input of `logits` for rows after the cached ones, with `with_logits` their logits, and what the layers `taps`
     get; None: the forward must run part by part."""
     config = model.config
-    if config.embedding_scale != 1 or config.windows or type(tokens) is not Tensor or tokens.dim() != 2:
+    if type(tokens) is not Tensor or tokens.dim() != 2:
         return None
     batch, rows = tokens.shape
     plan = plan_of(cache, rows, mask)
     if plan is None or not fused.enabled(model.norm):
         return None
-    table = model._rope(cache.capacity + rows)
-    if not serves(tokens, cache, table):
+    tables = rotations(model, cache.capacity + rows)
+    if not serves(tokens, cache, tables[0]) or model.binding.of(model) is None:
         return None
     check_mask("Transformer", mask, batch, rows, tokens.device)
     lora = AdaptedRows.of(cache.adapters, rows, None, tokens.device)
+    expect_(cache, rows, counts)
     span = None, [*taps], 0, config.layers, with_logits
-    return _results(model, tokens, span, cache, (counts, None), table, [], plan, lora)
+    results = _results(model, tokens, span, cache, (counts, None), tables, [], plan, lora)
+    if results is None or config.logits_softcap is None:
+        return results
+    hidden, logits, features = results
+    return hidden, fused.capped(logits, config.logits_softcap), features
 
 
 def _results(
@@ -369,7 +418,7 @@ def _results(
     span: tuple[Tensor | None, list[int], int, int, bool],
     cache: Cache,
     rows: tuple[Tensor | None, Tensor | None],
-    rotation: Rotation,
+    rotations: tuple[Rotation, Rotation | None],
     starts: list[Tensor | None],
     plan: TilePlan,
     lora: AdaptedRows | None,
@@ -379,10 +428,10 @@ def _results(
         return None
     try:
         adapted = AdaptedArguments([], None, []) if lora is None else lora.arguments(model.norm)
-        k, v, table, more_k, more_v, more_tables, groups = _caches(cache)
+        k, v, table, more_k, more_v, more_tables, groups = places(cache)
         arguments = LayersArguments(
             bound, x, *span, k, v, cache.lengths, *rows, table, more_k, more_v, more_tables, groups, plan.q_len,
-            rotation.cos, rotation.sin, rotation.positions, starts, adapted, plan.arguments,
+            *tables_of(*rotations), rotations[0].positions, starts, adapted, plan.arguments,
         )  # fmt: skip
         results: tuple[Tensor, Tensor, Tensor] = run_counted(
             _run, (*arguments[:-2], *adapted, *plan.arguments), _WRITES
@@ -392,7 +441,18 @@ def _results(
     return results
 
 
-def _caches(cache: Any) -> tuple[Any, ...]:
+def rotations(model: Any, limit: int) -> tuple[Rotation, Rotation | None]:
+    """The tables of a `Transformer` for positions below `limit`, and those of layers with a window, if they have others."""
+    windowed = model._window_tables
+    return model._rope(limit), None if windowed is None else windowed.covering(limit, model.device, model.dtype)
+
+
+def tables_of(rotation: Rotation, windowed: Rotation | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Cosine and sine of all layers, and of those with a window, if they have others."""
+    return rotation.cos, rotation.sin, *((None, None) if windowed is None else (windowed.cos, windowed.sin))
+
+
+def places(cache: Any) -> tuple[Any, ...]:
     """K, V and page table of all layers, or of the first group of them, and what the op takes of further groups."""
     if type(cache.k) is Tensor:
         return cache.k, cache.v, cache.block_table, [], [], [], []
