@@ -356,7 +356,7 @@ def test_op_headers_do_not_depend_on_one_another() -> None:
         "next_token": {"token_statistics"},
         "grouped_linear": {"linear", "quantized_linear"},
         "lora": {"linear", "low_rank"},
-        "transformer_layers": {"experts", "lora", "speculative_attention", "transformer_ops"},
+        "transformer_layers": {"experts", "lora", "scaled_rows", "speculative_attention", "transformer_ops"},
         "speculative_attention": {"block_sparse_attention"},
     }
 

@@ -156,7 +156,7 @@ def test_tokens_of_decoders(
     name: str, page_size: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts outgrow windows and their pages. Greedy steps are one op, but for a cap of logits, and so is every forward."""
-    model, prompts = a_model(CONFIGS[name], dtype), [some_tokens(1, 40)[0].tolist(), [3, 1, 4]]
+    model, prompts = a_model(CONFIGS[name], dtype), [some_tokens(1, 180)[0].tolist(), [3, 1, 4]]
     steps: list[int] = []
     own = greedy_steps._run
 
@@ -167,10 +167,10 @@ def test_tokens_of_decoders(
 
     monkeypatch.setattr(greedy_steps, "_run", run)
     runs = count_runs(monkeypatch)
-    options: dict[str, Any] = {"max_new_tokens": 220, "page_size": page_size, "end_tokens": ()}
+    options: dict[str, Any] = {"max_new_tokens": 40, "page_size": page_size, "end_tokens": ()}
     found = both(monkeypatch, lambda: list(generate(model, prompts, **options).tokens))
     capped = model.config.logits_softcap is not None
-    assert sum(steps) == (0 if capped else 219) and len(runs) >= 219
+    assert sum(steps) == (0 if capped else 39) and len(runs) >= 39
     del runs[:]
     drafted = both(monkeypatch, lambda: list(generate(model, prompts, "jacobi", block_size=6, **options).tokens))
     assert all(torch.equal(a, b) for a, b in zip(drafted, found, strict=True)) and runs
