@@ -30,6 +30,16 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "the op of all layers shows a row more than its window": Mutation(
+        "is None or window.chunked else window.size",
+        "is None or window.chunked else window.size + 1",
+        "models/test_whole_step_settings.py",
+    ),
+    "the op of all layers turns those with windows as the others": Mutation(
+        "if windowed is None else (windowed.cos, windowed.sin)",
+        "if True else (windowed.cos, windowed.sin)",
+        "models/test_whole_step_settings.py",
+    ),
     "jacobi draws with the noise of the position before": Mutation(
         "self.cache.lengths[:, None] + 1 + self.slot[: draft.shape[1]]",
         "self.cache.lengths[:, None] + self.slot[: draft.shape[1]]",

@@ -399,7 +399,7 @@ def run_forward(
     if plan is None or not fused.enabled(model.norm):
         return None
     tables = rotations(model, cache.capacity + rows)
-    if not serves(tokens, cache, tables[0]) or model.binding.of(model) is None:
+    if not serves(tokens, cache, tables[0]):
         return None
     check_mask("Transformer", mask, batch, rows, tokens.device)
     lora = AdaptedRows.of(cache.adapters, rows, None, tokens.device)
