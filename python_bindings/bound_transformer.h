@@ -35,6 +35,7 @@ struct TransformerArgs {
   std::optional<PairedRows> paired;
   std::vector<LayerArgs> layers;
   std::vector<LayerWindow> windows;
+  int64_t attending = 0;  // layers with attention
   void* norm;
   Tensors copies;
 };
@@ -98,17 +99,23 @@ class BoundTransformer {
       PDK_CHECK(layer >= 0 && layer < in_.layers);
       with_experts[layer] = true;
     }
+    PDK_CHECK(in_.mixer.mixers.empty() || static_cast<int64_t>(in_.mixer.mixers.size()) == in_.layers);
     TransformerArgs args;
-    ParameterReader reader(in_.parameters, in_.routing, in_.norm);
+    ParameterReader reader(in_.parameters, in_.routing, in_.mixer, in_.norm);
     args.norm = in_.norm.data_ptr(), args.embedding = reader.embedding(), args.head = reader.head();
     if (in_.pairs.paired) args.paired = reader.paired(in_.pairs);
     args.layers.reserve(in_.layers);
+    const void* q_norm = nullptr;  // of the first layer with attention
     for (int64_t i = 0; i < in_.layers; ++i) {
       const int64_t width = in_.norm.size(0), inputs = i == 0 && args.paired && !args.paired->merge ? 2 * width : width;
-      args.layers.push_back(
-          reader.layer(in_.heads, in_.kv_heads, in_.head_dim, with_experts[i], inputs, in_.settings.whole_qk_norm));
-      PDK_CHECK((args.layers[i].q_norm == nullptr) == (args.layers[0].q_norm == nullptr));
+      const MixerKind mixer = mixer_of(in_.mixer, i);
+      args.layers.push_back(reader.layer(in_.heads, in_.kv_heads, in_.head_dim, with_experts[i], inputs, mixer,
+                                         in_.settings.whole_qk_norm));
+      if (mixer != MixerKind::kAttention) continue;
+      if (args.attending++ == 0) q_norm = args.layers[i].q_norm;
+      PDK_CHECK((args.layers[i].q_norm == nullptr) == (q_norm == nullptr));
     }
+    PDK_CHECK(args.attending > 0);
     PDK_CHECK(reader.done());
     args.copies = reader.copies();
     set_windows(args);

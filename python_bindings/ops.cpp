@@ -17,6 +17,7 @@
 #include "recurrence.h"
 #include "recurrent_state.h"
 #include "speculative_attention.h"
+#include "state_mixer.h"
 #include "token_statistics.h"
 #include "transformer_layers.h"
 #include "transformer_ops.h"

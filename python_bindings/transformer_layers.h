@@ -34,10 +34,13 @@ struct LayersInputs {
   std::vector<OptionalTensor> starts = {};          // of each layer, or none at all
   AdaptedInputs adapted = {};
   PlanInputs plan;
+  WrittenList states = {}, pending = {};  // of the layers with a state
+  OptionalWritten state_lengths = {};     // (states, batch)
+  StateStepInputs step = {};
   auto fields() const {
     return std::tie(bound, x, beside, taps, first, end, with_logits, k_cache, v_cache, lengths, counts, cu_seqlens,
                     block_table, more_k, more_v, more_tables, groups, longest, cos, sin, window_cos, window_sin,
-                    positions, starts, adapted, plan);
+                    positions, starts, adapted, plan, states, pending, state_lengths, step);
   }
 };
 
@@ -68,7 +71,9 @@ inline void unpack_attention(const LayersInputs& in, const BindInputs& bound, Tr
   attention.counts = index_view(device, in.counts, 1, attention.batch);
   args.k_cache_stride = in.k_cache.stride(0) * static_cast<int64_t>(in.k_cache.element_size());
   args.v_cache_stride = in.v_cache.stride(0) * static_cast<int64_t>(in.v_cache.element_size());
-  args.rope.batch = args.entries(), args.rope.rows = args.entry_rows(), args.rope.head_dim = attention.head_dim;
+  args.rope.batch = args.entries(), args.rope.rows = args.entry_rows();
+  args.rope.head_dim = bound.mixer.rotary_dim > 0 ? bound.mixer.rotary_dim : attention.head_dim;
+  PDK_CHECK(args.rope.head_dim <= attention.head_dim);
   unpack_rotation(device, in.cos, in.sin, in.positions, bound.interleaved, args.rope);
   PDK_CHECK(in.window_cos.has_value() == in.window_sin.has_value());
   args.window_rope = args.rope, args.window_rope.cos = nullptr;
@@ -136,12 +141,26 @@ inline std::vector<LayerCache> unpack_caches(const LayersInputs& in, ScalarType 
   return caches;
 }
 
+// The states of each layer; empty: none has any.
+inline std::vector<MixerStates> unpack_states(const LayersInputs& in, ScalarType dtype,
+                                              const std::vector<LayerArgs>& layers, int64_t attending) {
+  std::vector<MixerStates> states;
+  if (attending == static_cast<int64_t>(layers.size())) return states;
+  PDK_CHECK(in.first == 0 && in.end == static_cast<int64_t>(layers.size()) && !in.cu_seqlens && in.groups.empty());
+  StatesReader reader(SameDevice(in.lengths), dtype, in.lengths, in.longest, in.states, in.pending, in.state_lengths,
+                      in.step);
+  for (const LayerArgs& layer : layers) states.push_back(layer.state ? reader.next(*layer.state) : MixerStates{});
+  PDK_CHECK(reader.done());
+  return states;
+}
+
 // The arguments of the kernel, and what they point to.
 struct PreparedLayers {
   std::shared_ptr<const TransformerArgs> parameters;
   TorchRouterFunctions functions;
   std::vector<IndexView> starts;
   std::vector<LayerCache> caches;
+  std::vector<MixerStates> states;
   std::vector<LoraGroup> lora;
   Tensor out, logits, features, memory;
   std::vector<int64_t> taps;
@@ -163,7 +182,8 @@ struct PreparedLayers {
     const BindInputs& given = bound.inputs();
     const SameDevice device(given.norm);
     PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5 && in.lengths.dim() == 1 && in.x.numel() > 0);
-    PDK_CHECK(!in.groups.empty() || (in.k_cache.size(0) == given.layers && in.v_cache.size(0) == given.layers));
+    const int64_t attending = parameters->attending;
+    PDK_CHECK(!in.groups.empty() || (in.k_cache.size(0) == attending && in.v_cache.size(0) == attending));
     PDK_CHECK(in.first >= 0 && in.first < in.end && in.end <= given.layers);
     args.layers = parameters->layers.data() + in.first, args.layer_count = in.end - in.first;
     args.width = given.norm.size(0), args.eps = static_cast<float>(given.eps), args.norm = parameters->norm;
@@ -197,6 +217,9 @@ struct PreparedLayers {
     args.starts = starts.empty() ? nullptr : starts.data();
     caches = unpack_caches(in, given.norm.scalar_type(), given.layers, args.attention);
     args.caches = caches.empty() ? nullptr : caches.data();
+    states = unpack_states(in, given.norm.scalar_type(), parameters->layers, attending);
+    args.states = states.empty() ? nullptr : states.data();
+    args.gated = given.mixer.gated, args.centred = given.mixer.centred;
     lora = unpack_lora(in.adapted, given.layers, in.first, entries * rows, args.lora_sizes);
     args.lora = lora.data(), args.lora_count = static_cast<int64_t>(lora.size());
     out = torch::stable::new_empty(given.norm, {entries, rows, args.width});

@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "quantized_linear.h"
+#include "state_mixer.h"
 
 #ifndef PDKERNELS_DEVICE_CUDA
 
@@ -43,17 +44,19 @@ struct BindInputs {
   RoutingInputs routing;
   PairedInputs pairs;
   SettingsInputs settings;
+  MixerInputs mixer;
   auto fields() const {
     return std::tie(norm, parameters, layers, heads, kv_heads, head_dim, interleaved, scale, eps, routing, pairs,
-                    settings);
+                    settings, mixer);
   }
 };
 
 // Reads parameters one after the other, in the order in which `TransformerParameters` in whole_step.py collects them.
 class ParameterReader {
  public:
-  ParameterReader(const ParameterInputs& in, const RoutingInputs& routing, const Tensor& norm)
-      : in_(in), routing_(routing), device_(norm), dtype_(norm.scalar_type()), width_(norm.size(0)) {}
+  ParameterReader(const ParameterInputs& in, const RoutingInputs& routing, const MixerInputs& mixers,
+                  const Tensor& norm)
+      : in_(in), routing_(routing), mixers_(mixers), device_(norm), dtype_(norm.scalar_type()), width_(norm.size(0)) {}
 
   std::optional<LayerMatrix> embedding() {
     const std::optional<LayerMatrix> table = optional_matrix(width_);
@@ -71,23 +74,32 @@ class ParameterReader {
     return pairs;
   }
   // Attention reads rows of `inputs` numbers.
-  LayerArgs layer(int64_t heads, int64_t kv_heads, int64_t head_dim, bool with_experts, int64_t inputs,
+  LayerArgs layer(int64_t heads, int64_t kv_heads, int64_t head_dim, bool with_experts, int64_t inputs, MixerKind mixer,
                   bool whole_qk_norm) {
     LayerArgs args;
     args.attention_norm = optional_vector(width_);
     args.qkv = matrix(inputs);
-    args.q_norm = optional_vector(whole_qk_norm ? heads * head_dim : head_dim);
-    args.k_norm = optional_vector(whole_qk_norm ? kv_heads * head_dim : head_dim);
-    const OptionalTensor sinks = floats(next());
-    if (sinks.has_value()) {
-      device_.require(*sinks, ScalarType::Float, {heads});
-      args.sinks = data<float>(*sinks);
+    args.q_norm = args.k_norm = nullptr;
+    if (mixer == MixerKind::kAttention) {
+      args.q_norm = optional_vector(whole_qk_norm ? heads * head_dim : head_dim);
+      args.k_norm = optional_vector(whole_qk_norm ? kv_heads * head_dim : head_dim);
+      const OptionalTensor sinks = floats(next());
+      if (sinks.has_value()) {
+        device_.require(*sinks, ScalarType::Float, {heads});
+        args.sinks = data<float>(*sinks);
+      }
+      const int64_t queries = mixers_.gated ? 2 * heads : heads;
+      PDK_CHECK(args.qkv.outputs == (queries + 2 * kv_heads) * head_dim);
+      PDK_CHECK((args.q_norm == nullptr) == (args.k_norm == nullptr));
+      PDK_CHECK(args.q_norm != nullptr || !mixers_.gated);
+    } else {
+      args.state = state_mixer(mixer);
+      PDK_CHECK(args.qkv.outputs == args.state->inputs());
     }
-    args.output = matrix(heads * head_dim);
+    args.output = matrix(args.state ? args.state->outputs() : heads * head_dim);
     args.attention_out_norm = optional_vector(width_), args.mlp_norm = optional_vector(width_);
     args.mlp_out_norm = optional_vector(width_);
-    PDK_CHECK(args.qkv.outputs == (heads + 2 * kv_heads) * head_dim && args.output.outputs == width_);
-    PDK_CHECK((args.q_norm == nullptr) == (args.k_norm == nullptr));
+    PDK_CHECK(args.output.outputs == width_);
     if (with_experts) {
       args.mlp = mixture();
     } else {
@@ -106,6 +118,20 @@ class ParameterReader {
     std::vector<int64_t> layouts, outputs;
   };
 
+  StateMixer state_mixer(MixerKind kind) {
+    StateMixer mixer{};
+    const Tensor conv = dense(next());
+    device_.require(conv, dtype_, {-1, -1});
+    mixer.conv = conv.data_ptr(), mixer.channels = conv.size(0), mixer.conv_width = conv.size(1);
+    PDK_CHECK(mixer.channels > 0 && mixer.conv_width > 1);
+    if (kind == MixerKind::kDelta) {
+      DeltaRule delta = unpack_delta(mixers_);
+      PDK_CHECK(delta.channels() == mixer.channels);
+      delta.decay = vector(delta.value_heads), delta.decay_bias = vector(delta.value_heads);
+      delta.value_norm = vector(delta.value_dim), mixer.delta = delta;
+    }
+    return mixer;
+  }
   MixtureMlp mixture() {
     MixtureMlp mixture;
     Experts& experts = mixture.experts;
@@ -197,6 +223,7 @@ class ParameterReader {
 
   const ParameterInputs& in_;
   const RoutingInputs& routing_;
+  const MixerInputs& mixers_;
   SameDevice device_;
   ScalarType dtype_;
   int64_t width_;

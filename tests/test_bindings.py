@@ -10,7 +10,7 @@ import torch
 
 from pdkernels import _native
 from pdkernels.generation import next_token
-from pdkernels.models.architectures import greedy_steps, lora, whole_step
+from pdkernels.models.architectures import greedy_steps, lora, mixer_ops, whole_step
 from pdkernels.models.drafters import chain
 from pdkernels.ops.library import NAMESPACE, OPS
 
@@ -21,6 +21,7 @@ SOURCE = "\n".join(HEADERS.values())
 LONGEST = 260
 # Ops that serve models and decoders alone, on the CPU.
 INTERNAL = {whole_step.OP, whole_step.BIND, greedy_steps.OP, chain.OP, next_token.OP, lora.BIND, lora.ADD}
+INTERNAL |= {mixer_ops.GATE, mixer_ops.DECAY, mixer_ops.NORM}
 IMPLEMENTED = dict(re.findall(r'^PDK_IMPL\("(\w+)", (\w+)\)', SOURCE, re.MULTILINE))
 
 # What reads, writes or copies the elements of a tensor, and what runs a loop over them.

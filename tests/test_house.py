@@ -35,6 +35,7 @@ COMPOSED_FAMILIES = {family for family in FAMILIES if ops_of(family) and all(OPS
 INTERNAL_FAMILIES = {
     "transformer_layers": "tests/models/test_whole_step.py",
     "experts": "tests/models/test_whole_step_experts.py",
+    "state_mixer": "tests/models/test_whole_step_hybrid.py",
     "greedy_steps": "tests/models/test_whole_step.py",
     "draft_chain": "tests/models/test_drafter_steps.py",
     "next_token": "tests/decoding/test_next_token.py",
@@ -356,7 +357,9 @@ def test_op_headers_do_not_depend_on_one_another() -> None:
         "next_token": {"token_statistics"},
         "grouped_linear": {"linear", "quantized_linear"},
         "lora": {"linear", "low_rank"},
-        "transformer_layers": {"experts", "lora", "scaled_rows", "speculative_attention", "transformer_ops"},
+        "mixer_rows": {"transformer_ops"},
+        "state_mixer": {"mixer_rows", "recurrent_state"},
+        "transformer_layers": {"experts", "lora", "scaled_rows", "speculative_attention", "state_mixer", "transformer_ops"},
         "speculative_attention": {"block_sparse_attention"},
     }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check_rows.h"
+#include "check_steps.h"
 #include "parallel.h"
 #include "simd/dispatch.h"
 
@@ -59,7 +60,9 @@ void check_sequence(const StateStep& step, int64_t b) {
   }
 }
 
-void check_step(const StateStep& step) {
+}  // namespace
+
+void require_step(const StateStep& step) {
   std::vector<bool> seen(step.cache_rows.given() ? step.cache_size : 0);
   for (int64_t b = 0; b < step.batch; ++b) {
     if (step.cache_rows.given()) {
@@ -75,6 +78,8 @@ void check_step(const StateStep& step) {
     check_sequence(step, b);
   }
 }
+
+namespace {
 
 void keep_row(const StateInput& input, int64_t b, int64_t i, int64_t row, int64_t slot) {
   if (!input.fresh.given()) return;
@@ -106,14 +111,14 @@ void conv_at_level(const ShortConvArgs& args) { PDK_DISPATCH(short_conv, args) }
 }  // namespace
 
 void state_scan(const StateScanArgs& args) {
-  check_step(args);
+  require_step(args);
   scan_at_level(args);
   const StateInput updates{};  // of the delta rule: whoever has computed them keeps them
   finish_step(args, {&args.k, args.delta ? &updates : &args.v, &args.gate});
 }
 
 void short_conv(const ShortConvArgs& args) {
-  check_step(args);
+  require_step(args);
   conv_at_level(args);
   finish_step(args, {&args.x});
 }

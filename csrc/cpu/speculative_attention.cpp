@@ -4,6 +4,7 @@
 
 #include "check_plan.h"
 #include "check_rows.h"
+#include "check_steps.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {
@@ -25,7 +26,7 @@ void require_packed(const SpeculativeArgs& args) {
 
 }  // namespace
 
-void speculative_attention(const SpeculativeArgs& args) {
+void require_rows(const SpeculativeArgs& args) {
   if (args.packed()) require_packed(args);
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t length = args.lengths.load(b), count = args.count(b);
@@ -45,6 +46,10 @@ void speculative_attention(const SpeculativeArgs& args) {
     }
   }
   check_lists(args.op, args.of_q, args.batch, args.of_k.num_tiles, args.kv_len / args.block_k, args.bitmaps.count);
+}
+
+void speculative_attention(const SpeculativeArgs& args) {
+  require_rows(args);
   PDK_DISPATCH(speculative_attention, args)
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "check_steps.h"
 #include "ops/kv_cache.h"
 #include "parallel.h"
 #include "simd/dispatch.h"
@@ -13,6 +14,8 @@ namespace pdkernels::cpu {
 namespace {
 
 void run(const AddRmsNormArgs& args) { PDK_DISPATCH(add_rms_norm, args) }
+void run_centred(const AddRmsNormArgs& args) { PDK_DISPATCH(centred_rms_norm, args) }
+void run(const GatedRowsArgs& args) { PDK_DISPATCH(gated_rows, args) }
 void run(const SiluAndMulArgs& args) { PDK_DISPATCH(silu_and_mul, args) }
 void run(const GeluAndMulArgs& args) { PDK_DISPATCH(gelu_and_mul, args) }
 void run(const ScaledRowsArgs& args) { PDK_DISPATCH(scaled_rows, args) }
@@ -38,6 +41,7 @@ class Layers {
   }
 
   void compute() {
+    if (args_.states != nullptr) require_states();
     if (args_.embedding != nullptr) embed();
     if (args_.paired != nullptr && args_.layer_count > 0) pair(*args_.paired);
     for (int64_t i = 0; i < args_.layer_count; ++i) compute_layer(i, args_.layers[i]);
@@ -93,6 +97,16 @@ class Layers {
     run(args);
   }
 
+  // The first layers with a state write before attention checks anything.
+  void require_states() const {
+    require_rows(attention_);
+    for (int64_t i = 0; i < args_.layer_count; ++i) {
+      if (!args_.layers[i].state) continue;
+      require_step(args_.states[i].conv);
+      if (args_.layers[i].state->delta) require_step(args_.states[i].scan);
+    }
+  }
+
   void set_rope() {
     const SpeculativeArgs& sizes = args_.attention;
     if (!rope_.positions.given()) {
@@ -129,7 +143,7 @@ class Layers {
     const int64_t of_qk = args_.norms_heads() ? args_.turned_heads() : all;
     attention_.q = heads_view(memory_.normed_qk, of_qk, dim);
     attention_.k = heads_view(head(memory_.normed_qk, queries), of_qk, dim);
-    attention_.v = heads_view(head(memory_.qkv, args_.turned_heads()), all, dim);
+    attention_.v = heads_view(head(memory_.qkv, all - attention_.kv_heads), all, dim);
     if (converts()) {  // attention reads and stores the new rows in the cache's form
       const CacheRows form = attention_.form;
       const int64_t bytes = cache_row_bytes(form, dim, size_), kv_heads = attention_.kv_heads;
@@ -199,13 +213,19 @@ class Layers {
       add_lora(number, LoraMatrix::kQkv, layer.qkv, taken, args_.width, memory_.qkv);
     }
     tap(number, first ? x_ : view(memory_.input));
-    if (layer.q_norm != nullptr) norm_heads(layer);
-    const IndexView starts = starts_of(number);
-    apply_rope(starts.given() && window_rope_.cos != nullptr ? window_rope_ : rope_);
-    const int64_t mixed_width = attention_.q_heads * attention_.head_dim;
-    scale(rope_.x, rope_.row_stride, mixed_width, args_.query_factor, false);
-    for (int i = 0; converts() && i < 2; ++i) run(convert_[i]);
-    attend(number, starts);
+    const int64_t mixed_width = layer.state ? layer.state->outputs() : attention_.q_heads * attention_.head_dim;
+    if (layer.state) {
+      state_mixer({attention_.element, &*layer.state, args_.states + number, memory_.qkv, memory_.mixed,
+                   args_.entries(), args_.entry_rows(), args_.eps, memory_.mixer});
+    } else {
+      if (layer.q_norm != nullptr) norm_heads(layer);
+      const IndexView starts = starts_of(number);
+      apply_rope(starts.given() && window_rope_.cos != nullptr ? window_rope_ : rope_);
+      scale(rope_.x, rope_.row_stride, mixed_width, args_.query_factor, false);
+      for (int i = 0; converts() && i < 2; ++i) run(convert_[i]);
+      attend(number, starts);
+      if (args_.gated) gate_heads();
+    }
     multiply(layer.output, memory_.mixed, mixed_width, memory_.added);
     add_lora(number, LoraMatrix::kOutput, layer.output, memory_.mixed, mixed_width, memory_.added);
     norm_in_place(layer.attention_out_norm, added);
@@ -244,13 +264,14 @@ class Layers {
     run(args);
   }
 
+  void run_norm(const AddRmsNormArgs& args) const { args_.centred ? run_centred(args) : run(args); }
   // The norm of x in `out`.
   void norm_into(const RowsView& x, void* weight, const RowsView& out) const {
     AddRmsNormArgs args;
     args.element = attention_.element, args.rows = rows_, args.width = args_.width, args.eps = args_.eps;
     args.x = x, args.y = out, args.weight = weight;
     args.residual = args.next = {}, args.next_weight = nullptr;
-    run(args);
+    run_norm(args);
   }
   // The norm of x, or of `sum`, which becomes x + residual, in memory_.normed; without a weight the sum alone.
   void norm(const RowsView& x, const RowsView& residual, void* weight, const RowsView& sum) const {
@@ -259,7 +280,7 @@ class Layers {
     args.element = attention_.element, args.rows = rows_, args.width = args_.width, args.eps = args_.eps;
     args.x = x, args.residual = residual;
     args.y = sum, args.weight = nullptr, args.next = view(memory_.normed), args.next_weight = weight;
-    run(args);
+    run_norm(args);
   }
 
   // Norms q and k of all rows into memory_.normed_qk; v is read where it is.
@@ -272,18 +293,28 @@ class Layers {
         AddRmsNormArgs args;
         args.element = attention_.element, args.eps = args_.eps;
         args.residual = args.next = {}, args.next_weight = nullptr;
-        const auto norm_each = [&](int64_t begin, int64_t heads, void* weight) {
+        const auto norm_each = [&](int64_t begin, int64_t stride, int64_t first, int64_t heads, void* weight) {
           args.rows = whole ? 1 : heads, args.width = whole ? heads * dim : dim, args.weight = weight;
-          args.x = {head(from, begin), dim}, args.y = {head(to, begin), dim};
-          run(args);
+          args.x = {head(from, begin), stride}, args.y = {head(to, first), dim};
+          run_norm(args);
         };
-        norm_each(0, attention_.q_heads, layer.q_norm);
-        norm_each(attention_.q_heads, attention_.kv_heads, layer.k_norm);
+        const int64_t queries = attention_.q_heads, keys = attention_.kv_heads;
+        norm_each(0, args_.gated ? 2 * dim : dim, 0, queries, layer.q_norm);
+        norm_each(all - 2 * keys, dim, queries, keys, layer.k_norm);
       }
     });
   }
 
-  void attend(int64_t number, const IndexView& starts) const {
+  // Attention's output times the sigmoid of the gates, which lie behind each head of q.
+  void gate_heads() const {
+    const int64_t dim = attention_.head_dim, queries = attention_.q_heads;
+    const GroupsView mixed{memory_.mixed, queries * dim, dim};
+    const GroupsView gates{head(memory_.qkv, 1), args_.all_heads() * dim, 2 * dim};
+    run(GatedRowsArgs{attention_.element, GateForm::kSigmoid, mixed, gates, mixed, rows_, queries, dim});
+  }
+
+  // Layers with a state have no keys and values.
+  void attend(int64_t number, const IndexView& starts) {
     SpeculativeArgs args = attention_;
     args.starts = starts;
     if (const float* sinks = args_.layers[number].sinks) args.sinks = sinks, args.sinks_stride = 1;
@@ -291,9 +322,10 @@ class Layers {
       args.k_cache = args_.caches[number].k, args.v_cache = args_.caches[number].v;
       args.pages = args_.caches[number].pages;
     } else {
-      args.k_cache.data = static_cast<char*>(args.k_cache.data) + number * args_.k_cache_stride;
-      args.v_cache.data = static_cast<char*>(args.v_cache.data) + number * args_.v_cache_stride;
+      args.k_cache.data = static_cast<char*>(args.k_cache.data) + attended_ * args_.k_cache_stride;
+      args.v_cache.data = static_cast<char*>(args.v_cache.data) + attended_ * args_.v_cache_stride;
     }
+    ++attended_;
     speculative_attention(args);
   }
 
@@ -346,6 +378,7 @@ class Layers {
   ApplyRopeArgs rope_, window_rope_;
   SpeculativeArgs attention_;
   QuantizeArgs convert_[2];  // of K and V
+  int64_t attended_ = 0;     // layers with attention that are behind
 };
 
 }  // namespace

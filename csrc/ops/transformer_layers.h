@@ -12,6 +12,7 @@
 #include "ops/lora.h"
 #include "ops/scaled_rows.h"
 #include "ops/speculative_attention.h"
+#include "ops/state_mixer.h"
 #include "ops/transformer_ops.h"
 
 namespace pdkernels {
@@ -39,10 +40,11 @@ struct MixtureMlp {
 };
 
 struct LayerArgs {
-  void* attention_norm;  // each norm may be nullptr
-  LayerMatrix qkv;
-  void *q_norm, *k_norm;         // (head_dim,), or of all heads together
-  const float* sinks = nullptr;  // of each head, or nullptr
+  void* attention_norm;             // each norm may be nullptr
+  LayerMatrix qkv;                  // or the inputs of `state`
+  void *q_norm, *k_norm;            // (head_dim,), or of all heads together
+  const float* sinks = nullptr;     // of each head, or nullptr
+  std::optional<StateMixer> state;  // in place of attention
   LayerMatrix output;
   void *attention_out_norm, *mlp_norm;
   std::variant<Mlp, MixtureMlp> mlp;
@@ -111,8 +113,12 @@ struct TransformerLayersArgs {
   SpeculativeArgs attention;
   int64_t k_cache_stride, v_cache_stride;
   const LayerCache* caches = nullptr;  // of each layer, in place of these strides
-  ApplyRopeArgs rope;                  // tables and positions; without these, rows follow the cached ones
-  ApplyRopeArgs window_rope;           // tables of layers with a window; cos is nullptr: they have the same
+  ApplyRopeArgs rope;         // tables and positions of what is rotated of a head; without positions, rows follow the
+                              // cached ones
+  ApplyRopeArgs window_rope;  // tables of layers with a window; cos is nullptr: they have the same
+  bool gated = false;         // whether a head of q and its gate, of attention's output, lie side by side
+  bool centred = false;       // whether norms but those of a state multiply by 1 plus their weight
+  const MixerStates* states = nullptr;  // of each layer
   RouterFunctions* router_functions;
   const LoraGroup* lora = nullptr;  // rows with adapters of their own, each in one group
   int64_t lora_count = 0;
@@ -124,8 +130,12 @@ struct TransformerLayersArgs {
   int64_t entries() const { return attention.packed() ? 1 : attention.batch; }
   int64_t entry_rows() const { return attention.lse_stride; }
   int64_t turned_heads() const { return attention.q_heads + attention.kv_heads; }
-  int64_t all_heads() const { return attention.q_heads + 2 * attention.kv_heads; }
-  bool norms_heads() const { return layers[0].q_norm != nullptr; }
+  int64_t all_heads() const { return attention.q_heads * (gated ? 2 : 1) + 2 * attention.kv_heads; }
+  bool norms_heads() const {
+    const LayerArgs* layer = layers;
+    for (int64_t i = 1; i < layer_count && layer->state; ++i) ++layer;
+    return layer->q_norm != nullptr;
+  }
   // Whether the rows follow the cached ones, so that it is computed here what they see in layers with windows.
   bool computes_starts() const { return window_count > 0 && !rope.positions.given(); }
   int64_t memory_bytes() const;
@@ -137,11 +147,13 @@ struct LayersMemory {
   int64_t *ids, *positions, *starts;
   char *pairs, *merged, *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
   LoraMemory lora;
+  MixerMemory mixer;
   char* stored;  // new keys and values in the cache's form, if that is another
   float *lse, *parts, *parts_lse;
 
   LayersMemory(const TransformerLayersArgs& args, MemoryParts& memory)
-      : lora(args.lora_sizes, args.attention.element, args.lora_count > 0 ? args.rows() : 0, memory) {
+      : lora(args.lora_sizes, args.attention.element, args.lora_count > 0 ? args.rows() : 0, memory),
+        mixer(mixer_sizes(args), args.attention.element, args.rows(), memory) {
     const SpeculativeArgs& attention = args.attention;
     const int64_t rows = args.rows(), size = bytes_of(attention.element), head_bytes = attention.head_dim * size;
     const auto take_rows = [&] { return memory.take(rows * args.width * size); };
@@ -153,7 +165,9 @@ struct LayersMemory {
     pairs = paired == nullptr ? nullptr : memory.take(rows * 2 * args.width * size);
     merged = paired == nullptr || !paired->merge ? nullptr : take_rows();
     residual = take_rows(), added = take_rows(), normed = take_rows(), input = take_rows();
-    qkv = memory.take(rows * args.all_heads() * head_bytes), mixed = memory.take(rows * attention.q_heads * head_bytes);
+    const MixerSizes mixers = mixer_sizes(args);
+    qkv = memory.take(rows * std::max(args.all_heads() * head_bytes, mixers.inputs * size));
+    mixed = memory.take(rows * std::max(attention.q_heads * head_bytes, mixers.outputs * size));
     normed_qk = args.norms_heads() ? memory.take(rows * args.turned_heads() * head_bytes) : qkv;
     const int64_t row_bytes = cache_row_bytes(attention.form, attention.head_dim, size);
     stored = memory.take(attention.form == CacheRows::kSame ? 0 : rows * 2 * attention.kv_heads * row_bytes);
@@ -183,6 +197,14 @@ struct LayersMemory {
     gate_up = memory.take(rows * 2 * inner * size), gated = memory.take(rows * inner * size);
     shared = memory.take(shares ? rows * args.width * size : 0);
     experts = memory.take(expert_bytes), scratch = memory.take(scratch_bytes);
+  }
+
+  static MixerSizes mixer_sizes(const TransformerLayersArgs& args) {
+    MixerSizes sizes;
+    for (int64_t i = 0; i < args.layer_count; ++i) {
+      if (args.layers[i].state) sizes.include(*args.layers[i].state);
+    }
+    return sizes;
   }
 };
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -15,7 +16,7 @@ from pdkernels._validation import check, check_flag, check_type, fail
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache, HybridCache, PagePool, StateShape
 from pdkernels.masks import TilePlan, causal
-from pdkernels.models.architectures import fused, packing, tree_scan
+from pdkernels.models.architectures import fused, hybrid_step, mixer_ops, packing, tree_scan, whole_step
 from pdkernels.models.architectures.attention import (  # fmt: skip
     Seen,
     Visibility,
@@ -38,6 +39,7 @@ from pdkernels.models.architectures.transformer import select_rows
 from pdkernels.models.architectures.windows import Window
 from pdkernels.ops.linear_token_statistics import linear_token_statistics
 from pdkernels.ops.token_statistics import TokenStatistics
+from pdkernels.ops.transformer_ops import apply_rope_
 
 if TYPE_CHECKING:
     from pdkernels.models.text.tokenizers import Tokenizer
@@ -149,7 +151,10 @@ class Rows:
         self.states, self.pieces, self.seen = states, pieces, seen
 
     def rotated(self, x: Tensor, config: HybridConfig) -> Tensor:
-        width = config.rotary_width
+        width, (cos, sin, _, positions) = config.rotary_width, self.rotation
+        if positions is not None:
+            apply_rope_(x[..., :width], cos, sin, positions, style=config.rope_style)
+            return x
         turned = apply_rope(x[..., :width], self.rotation, config.rope_style)
         return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
 
@@ -190,8 +195,8 @@ class HybridLayer(nn.Module):
 
     mixer_norm: nn.Parameter
     mlp_norm: nn.Parameter
-    q_norm: nn.Parameter
-    k_norm: nn.Parameter
+    q_norm: nn.Parameter | None
+    k_norm: nn.Parameter | None
     conv: nn.Parameter
     decay: nn.Parameter
     decay_bias: nn.Parameter
@@ -208,6 +213,8 @@ class HybridLayer(nn.Module):
         self.slot = config.mixers[:index].count("attention")
         for name, shape in _shapes(config, self.mixer).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        for name in ("q_norm", "k_norm") if self.mixer == "attention" and not config.qk_norm else ():
+            self.register_parameter(name, None)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         mix = {"attention": self._attention, "delta": self._delta, "conv": self._conv}[self.mixer]
@@ -224,16 +231,17 @@ class HybridLayer(nn.Module):
         q, k, v = linear(x, self.qkv).split([width * (1 + gated), narrow, narrow], -1)
         k, v = k.unflatten(-1, (-1, config.head_dim)), v.unflatten(-1, (-1, config.head_dim))
         q, *gate = q.unflatten(-1, (config.heads, -1)).split(config.head_dim, -1)
-        if config.qk_norm:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         # Under autocast norms are wider than products.
         q, k = (rows.rotated(x, config).to(v.dtype) for x in (q, k))
-        mixed = rows.attend(q, k, v.contiguous(), self.index, self.slot).flatten(-2)
-        return linear(mixed * gate[0].flatten(-2).sigmoid() if gate else mixed, self.output)
+        mixed = rows.attend(q, k, v.contiguous(), self.index, self.slot)
+        return linear((mixer_ops.gated(mixed, gate[0], "sigmoid") if gate else mixed).flatten(-2), self.output)
 
     def _conv(self, x: Tensor, rows: Rows) -> Tensor:
         gate, out_gate, x = linear(x, self.inputs).chunk(3, -1)
-        return linear(out_gate * rows.convolved(self.index, gate * x, self.conv, "none"), self.output)
+        convolved = rows.convolved(self.index, mixer_ops.gated(x, gate), self.conv, "none")
+        return linear(mixer_ops.gated(convolved, out_gate), self.output)
 
     def _delta(self, x: Tensor, rows: Rows) -> Tensor:
         config = self.config
@@ -245,19 +253,16 @@ class HybridLayer(nn.Module):
         if config.tiled_values:
             q, k = (t.repeat(1, 1, config.value_heads // config.key_heads, 1) for t in (q, k))
         v = v.unflatten(-1, (config.value_heads, -1))
-        factor = self.decay.float() if config.plain_decay else -self.decay.float().exp()
+        factor = self.decay.float() if config.plain_decay else mixer_ops.decay_factors(self.decay)
         out = rows.delta(self.index, q, k, v, a, b, (factor, self.decay_bias.float()))
         normed = fused.rms_norm(out.to(x.dtype), self.value_norm, config.norm_eps)
-        return linear((normed * F.silu(z.unflatten(-1, (config.value_heads, -1)).float())).to(x.dtype).flatten(-2), self.output)  # fmt: skip
+        return linear(mixer_ops.gated(normed.flatten(-2), z, "silu"), self.output)
 
 
 def norm(x: Tensor, weight: Tensor, config: HybridConfig) -> Tensor:
     """The RMS norm of a model with this configuration."""
-    if not config.centred_norms:
-        return fused.rms_norm(x, weight, config.norm_eps)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + config.norm_eps)
-    return (wide * (1 + weight.to(wide.dtype))).to(x.dtype)
+    normed = mixer_ops.centred_rms_norm if config.centred_norms else fused.rms_norm
+    return normed(x, weight, config.norm_eps)
 
 
 def _followed(mask: TilePlan, positions: Tensor | None) -> list[int]:
@@ -294,6 +299,12 @@ def _shapes(config: HybridConfig, mixer: Mixer) -> dict[str, tuple[int, ...]]:
     return {**shapes, "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
 
 
+whole_step.LAYERS[HybridLayer] = hybrid_step.NAMES
+whole_step.METHODS.update(name for name, value in vars(HybridLayer).items() if callable(value))
+# What an instance may have replaced.
+_PARTS = ("forward", "hidden", "embed", "logits", "rotation_table", "_forward", "_inferred", "_rotation", "_run")
+
+
 class Hybrid(nn.Module):
     """A decoder-only language model with attention in some layers and recurrent states in others.
 
@@ -315,6 +326,7 @@ class Hybrid(nn.Module):
     head: Matrix | None
     keeps_rows = False  # rows of recurrent layers cannot be computed anew
     has_adapter = False
+    l2norm_eps = L2NORM_EPS
     cache_dtype: torch.dtype | None = None
     """As that of `Transformer`, of keys and values."""
 
@@ -336,6 +348,7 @@ class Hybrid(nn.Module):
         check(valid, op, "mask_token", f"be an id {bound}", mask_token)
         self.config, self.tokenizer, self.end_tokens = config, tokenizer, tuple(end_tokens)
         self.mask_token, self.plan_tokens = mask_token, None
+        self.binding = hybrid_step.HybridBinding()
         self.embedding: Matrix = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(HybridLayer(config, index) for index in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
@@ -448,6 +461,10 @@ class Hybrid(nn.Module):
 
         On a cache, a row of a recurrent layer follows the last earlier row that it sees; without one, the row that it
         sees at the position before its own."""
+        if cache is not None and rows is None and adapted is False:
+            results = self._at_once(tokens, cache, counts, positions, mask, with_logits=True)
+            if results is not None:
+                return results[1]
         x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
         x = x if rows is None else select_rows("Hybrid", x, rows)
         if cache is None:
@@ -466,7 +483,33 @@ class Hybrid(nn.Module):
         adapted: bool = False,
     ) -> Tensor:
         """The input of `logits` for all rows, `(batch, T, hidden_size)`."""
+        if cache is not None and adapted is False:
+            results = self._at_once(tokens, cache, counts, positions, mask, with_logits=False)
+            if results is not None:
+                return results[0]
         return self._forward(tokens, cache, counts, positions, mask, adapted, {})
+
+    def _at_once(
+        self,
+        tokens: Tensor,
+        cache: HybridCache,
+        counts: Tensor | None,
+        positions: Tensor | None,
+        mask: Tensor | TilePlan | None,
+        with_logits: bool,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`hybrid_step.run_forward`, where no part of the forward is another one."""
+        if torch.compiler.is_compiling() or type(self) is not Hybrid or not vars(self).keys().isdisjoint(_PARTS):
+            return None
+        if isinstance(mask, Tensor):
+            return None
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad():
+            return hybrid_step.run_forward(self, tokens, cache, counts, positions, mask, with_logits, taps)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Hybrid:
+        self.binding.drop()  # or what moves would stay where it was too
+        return cast(Hybrid, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     def tapped(
         self,
@@ -481,6 +524,10 @@ class Hybrid(nn.Module):
     ) -> Tapped:
         """As `Transformer.tapped`."""
         taps = checked_taps("Hybrid.tapped", taps, self.config.layers)
+        if cache is not None and adapted is False:
+            results = self._at_once(tokens, cache, counts, positions, mask, False, taps)
+            if results is not None:
+                return Tapped(results[0], results[2])
         states: dict[int, Tensor | None] = dict.fromkeys(taps)
         return Tapped.of(self._forward(tokens, cache, counts, positions, mask, adapted, states), states, taps)
 
@@ -513,8 +560,13 @@ class Hybrid(nn.Module):
         with torch.no_grad():
             return self._run(tokens, self._inferred(tokens, cache, counts, positions, plan), states)
 
+    def rotation_table(self, limit: int) -> Rotation:
+        """The rotation of at least `limit` positions."""
+        return self._tables.covering(limit, self.device, self.dtype)
+
     def _rotation(self, positions: Tensor, limit: int) -> Rotation:
-        return self._tables.covering(limit, self.device, self.dtype).at(positions)
+        table = self.rotation_table(limit)
+        return table.kept_for(positions) if fused.enabled(self.norm) else table.at(positions)
 
     def _uncached(self, tokens: Tensor, positions: Tensor | None) -> Rotation:
         length = tokens.shape[1]

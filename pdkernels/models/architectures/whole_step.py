@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ EXPERT_NAMES = (
     *NAMES[: NAMES.index("gate_up")],
     *("router", "router_bias", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"),
 )
-_MATRICES = {"qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"}
+_MATRICES = {"qkv", "inputs", "output", "gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"}
 
 
 class TransformerParameters(NamedTuple):
@@ -69,11 +69,12 @@ class TransformerParameters(NamedTuple):
     def add_layer(self, layer: Layer) -> None:
         """KeyError: it keeps some in another way."""
         every = layer._parameters | layer._modules
-        for name in LAYERS[type(layer)]:
+        names = LAYERS[type(layer)]
+        for name in names if isinstance(names, tuple) else names[layer.mixer]:
             if name in _MATRICES:
                 self.add_matrix(every[name])
             else:
-                self.tensors.append(every[name])  # type: ignore[arg-type]
+                self.tensors.append(None if name is None else every[name])  # type: ignore[arg-type]
 
     def add_matrix(self, weight: Any) -> None:
         """None: there is none."""
@@ -149,6 +150,26 @@ def _chunks(window: Window | None) -> int:
     return 0 if window is None or not window.chunked else window.size
 
 
+class MixerArguments(NamedTuple):
+    """What layers have before their MLPs, from `HybridConfig`; `MixerInputs` in python_bindings/state_mixer.h."""
+
+    mixers: list[int] = []  # noqa: RUF012 - never written
+    """Of each layer, attention, a convolution between gates or a delta rule; empty: all have attention."""
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    rotary_dim: int = 0
+    """Components of a head that are rotated; 0: all."""
+    gated: bool = False
+    """Whether a gate of attention's output lies beside each head of q."""
+    centred: bool = False
+    """Whether norms multiply by 1 plus their weight."""
+    tiled: bool = False
+    plain_decay: bool = False
+    l2norm_eps: float = 0.0
+
+
 class Parts(NamedTuple):
     """What is bound of a model beside its layers."""
 
@@ -164,6 +185,7 @@ class Parts(NamedTuple):
     pairs: PairedArguments = PairedArguments()
     settings: SettingsArguments | None = None
     """None: those of layers as of Llama and Qwen3; others are not bound."""
+    mixer: MixerArguments = MixerArguments()
 
 
 class BindArguments(NamedTuple):
@@ -181,6 +203,27 @@ class BindArguments(NamedTuple):
     routing: RoutingArguments
     pairs: PairedArguments
     settings: SettingsArguments
+    mixer: MixerArguments
+
+
+class StateStepArguments(NamedTuple):
+    """What a forward does to all states, see `pdkernels.gated_delta_`; `StateStepInputs` in
+    python_bindings/state_mixer.h."""
+
+    pending_index: Tensor | None = None
+    parents: Tensor | None = None
+    state_counts: Tensor | None = None
+    keep: int | None = None
+
+
+class StatesArguments(NamedTuple):
+    """The states of layers without attention, one after the other, and what is kept of pending rows of each."""
+
+    states: list[Tensor] = []  # noqa: RUF012 - never written
+    pending: list[Tensor] = []  # noqa: RUF012 - never written
+    state_lengths: Tensor | None = None
+    """``(states, batch)``."""
+    step: StateStepArguments = StateStepArguments()
 
 
 class LayersArguments(NamedTuple):
@@ -220,9 +263,14 @@ class LayersArguments(NamedTuple):
     """Of each layer; empty: as their windows say, without positions."""
     adapted: AdaptedArguments
     plan: PlanArguments
+    states: list[Tensor]
+    """As in `StatesArguments`."""
+    pending: list[Tensor]
+    state_lengths: Tensor | None
+    step: StateStepArguments
 
 
-_WRITTEN = ["k_cache", "v_cache", "more_k", "more_v"]
+_WRITTEN = ["k_cache", "v_cache", "more_k", "more_v", "states", "pending", "state_lengths"]
 # Not among the public ops: they serve the models alone, have no other device, and their reference is `Layer`.
 LIBRARY.define(f"{BIND}({schema_of(BindArguments)}) -> Tensor bound")
 LIBRARY.define(
@@ -232,11 +280,12 @@ _bind = getattr(getattr(torch.ops, NAMESPACE), BIND).default
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 _WRITES = counts_writes(_run)
 
-LAYERS: dict[type, tuple[str, ...]] = {Layer: NAMES, ExpertLayer: EXPERT_NAMES}
-"""The classes of layers that are bound, and the names of their parameters."""
+Names: TypeAlias = tuple[str | None, ...]
+LAYERS: dict[type, Names | dict[str, Names]] = {Layer: NAMES, ExpertLayer: EXPERT_NAMES}
+"""The classes of layers that are bound, and the names of their parameters, or these by the layer's mixer."""
 _TYPES = {Tensor, torch.nn.Parameter, type(None)}
 # What an instance may have replaced.
-_METHODS = {name for name, value in vars(Layer).items() if callable(value)} | {"_compiled_call_impl"}
+METHODS = {name for name, value in vars(Layer).items() if callable(value)} | {"_compiled_call_impl"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -327,8 +376,8 @@ def _bound(model: Any, bindable: Parts) -> Tensor | None:
     sizes = len(model.layers), config.heads, config.kv_heads, config.head_dim
     routing = RoutingArguments.of(config.experts)
     eps, pairs = config.norm_eps, bindable.pairs._replace(paired=bindable.paired is not None)
-    settings = settings or SettingsArguments()
-    arguments = BindArguments(model.norm, parameters, *sizes, interleaved, scale, eps, routing, pairs, settings)
+    settings, mixer = settings or SettingsArguments(), bindable.mixer
+    arguments = BindArguments(model.norm, parameters, *sizes, interleaved, scale, eps, routing, pairs, settings, mixer)
     try:
         bound: Tensor = _bind(*flat(arguments))
     except RuntimeError:
@@ -338,7 +387,7 @@ def _bound(model: Any, bindable: Parts) -> Tensor | None:
 
 def _differs(layer: Layer) -> bool:
     hooked = any(getattr(layer, name) for name in _HOOKS)
-    return type(layer) not in LAYERS or hooked or not _METHODS.isdisjoint(vars(layer))
+    return type(layer) not in LAYERS or hooked or not METHODS.isdisjoint(vars(layer))
 
 
 def asked() -> bool:
@@ -366,7 +415,7 @@ def run_layers(
     alike = all(of_windows) and all(seen.visibility.mask is plan for seen in rows.seen)
     if not alike or not fused.enabled(x) or not serves(x, cache, rotation):
         return None
-    results = _results(
+    results = results_of(
         model,
         x.contiguous(),
         (None if beside is None else beside.contiguous(), [*taps], first, end, False),
@@ -405,14 +454,14 @@ def run_forward(
     lora = AdaptedRows.of(cache.adapters, rows, None, tokens.device)
     expect_(cache, rows, counts)
     span = None, [*taps], 0, config.layers, with_logits
-    results = _results(model, tokens, span, cache, (counts, None), tables, [], plan, lora)
+    results = results_of(model, tokens, span, cache, (counts, None), tables, [], plan, lora)
     if results is None or config.logits_softcap is None:
         return results
     hidden, logits, features = results
     return hidden, fused.capped(logits, config.logits_softcap), features
 
 
-def _results(
+def results_of(
     model: Any,
     x: Tensor,
     span: tuple[Tensor | None, list[int], int, int, bool],
@@ -422,7 +471,9 @@ def _results(
     starts: list[Tensor | None],
     plan: TilePlan,
     lora: AdaptedRows | None,
+    states: StatesArguments = StatesArguments(),
 ) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Those of the op for a model; None: it does not take these arguments."""
     bound = model.binding.of(model)
     if bound is None:
         return None
@@ -431,10 +482,10 @@ def _results(
         k, v, table, more_k, more_v, more_tables, groups = places(cache)
         arguments = LayersArguments(
             bound, x, *span, k, v, cache.lengths, *rows, table, more_k, more_v, more_tables, groups, plan.q_len,
-            *tables_of(*rotations), rotations[0].positions, starts, adapted, plan.arguments,
+            *tables_of(*rotations), rotations[0].positions, starts, adapted, plan.arguments, *states,
         )  # fmt: skip
         results: tuple[Tensor, Tensor, Tensor] = run_counted(
-            _run, (*arguments[:-2], *adapted, *plan.arguments), _WRITES
+            _run, (*arguments[:-6], *adapted, *plan.arguments, *states[:-1], *states.step), _WRITES
         )
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
