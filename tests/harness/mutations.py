@@ -40,6 +40,16 @@ MUTATIONS = {
         "if True else (windowed.cos, windowed.sin)",
         "models/test_whole_step_settings.py",
     ),
+    "a hybrid's whole forward takes padding into its states": Mutation(
+        "StateStepArguments(step.pending_index, step.parents, step.counts, step.keep)",
+        "StateStepArguments(step.pending_index, step.parents, None, step.keep)",
+        "models/test_whole_step_hybrid.py",
+    ),
+    "a hybrid's whole forward rotates all of each head": Mutation(
+        "config.key_heads, config.value_heads, config.key_dim, config.value_dim, config.rotary_width",
+        "config.key_heads, config.value_heads, config.key_dim, config.value_dim, config.head_dim",
+        "models/test_whole_step_hybrid.py",
+    ),
     "jacobi draws with the noise of the position before": Mutation(
         "self.cache.lengths[:, None] + 1 + self.slot[: draft.shape[1]]",
         "self.cache.lengths[:, None] + self.slot[: draft.shape[1]]",

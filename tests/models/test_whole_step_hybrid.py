@@ -251,7 +251,9 @@ def test_tokens_of_decoders(
 ) -> None:
     model = a_model(CONFIGS[name])
     model.mask_token = VOCABULARY - 1
-    both(monkeypatch, lambda: list(generate(model, [[5, 3, 8, 8], [1, 2]], method, max_new_tokens=12, **options).tokens))
+    both(
+        monkeypatch, lambda: list(generate(model, [[5, 3, 8, 8], [1, 2]], method, max_new_tokens=12, **options).tokens)
+    )
     assert len(runs) > 3
 
 

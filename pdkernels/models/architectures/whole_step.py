@@ -51,7 +51,17 @@ EXPERT_NAMES = (
     *NAMES[: NAMES.index("gate_up")],
     *("router", "router_bias", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"),
 )
-_MATRICES = {"qkv", "inputs", "output", "gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"}
+_MATRICES = {
+    "qkv",
+    "inputs",
+    "output",
+    "gate_up",
+    "down",
+    "experts_gate_up",
+    "experts_down",
+    "shared_gate_up",
+    "shared_down",
+}
 
 
 class TransformerParameters(NamedTuple):
@@ -153,7 +163,7 @@ def _chunks(window: Window | None) -> int:
 class MixerArguments(NamedTuple):
     """What layers have before their MLPs, from `HybridConfig`; `MixerInputs` in python_bindings/state_mixer.h."""
 
-    mixers: list[int] = []  # noqa: RUF012 - never written
+    mixers: list[int] = []
     """Of each layer, attention, a convolution between gates or a delta rule; empty: all have attention."""
     key_heads: int = 0
     value_heads: int = 0
@@ -219,11 +229,14 @@ class StateStepArguments(NamedTuple):
 class StatesArguments(NamedTuple):
     """The states of layers without attention, one after the other, and what is kept of pending rows of each."""
 
-    states: list[Tensor] = []  # noqa: RUF012 - never written
-    pending: list[Tensor] = []  # noqa: RUF012 - never written
+    states: list[Tensor] = []
+    pending: list[Tensor] = []
     state_lengths: Tensor | None = None
     """``(states, batch)``."""
     step: StateStepArguments = StateStepArguments()
+
+
+_NO_STATES = StatesArguments()
 
 
 class LayersArguments(NamedTuple):
@@ -471,7 +484,7 @@ def results_of(
     starts: list[Tensor | None],
     plan: TilePlan,
     lora: AdaptedRows | None,
-    states: StatesArguments = StatesArguments(),
+    states: StatesArguments = _NO_STATES,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Those of the op for a model; None: it does not take these arguments."""
     bound = model.binding.of(model)
