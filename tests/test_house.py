@@ -359,7 +359,14 @@ def test_op_headers_do_not_depend_on_one_another() -> None:
         "lora": {"linear", "low_rank"},
         "mixer_rows": {"transformer_ops"},
         "state_mixer": {"mixer_rows", "recurrent_state"},
-        "transformer_layers": {"experts", "lora", "scaled_rows", "speculative_attention", "state_mixer", "transformer_ops"},
+        "transformer_layers": {
+            "experts",
+            "lora",
+            "scaled_rows",
+            "speculative_attention",
+            "state_mixer",
+            "transformer_ops",
+        },
         "speculative_attention": {"block_sparse_attention"},
     }
 
