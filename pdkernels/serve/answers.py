@@ -19,6 +19,9 @@ from pdkernels.serve.gate import log_failure
 from pdkernels.serve.parser import Thought
 from pdkernels.serve.tagged import CallDelta
 
+_AHEAD = 2
+"""News of a stream that wait for its client."""
+
 
 class Answer:
     """The choices of a request, whole or as they come.
@@ -78,16 +81,17 @@ class Answer:
     async def events(self, with_usage: bool) -> AsyncIterator[str]:
         """The events of a stream. Whoever stops reading cancels the answer."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        news: asyncio.Queue[tuple[int, New | None, BaseException | None]] = asyncio.Queue()
+        # Of bounded length: what nobody reads waits in the generations, which keep the latest of what may still change.
+        news: asyncio.Queue[tuple[int, New | None, BaseException | None]] = asyncio.Queue(_AHEAD)
 
         async def read(index: int, choice: Choice) -> None:
             error: BaseException | None = None
             try:
                 async for item in choice.news():
-                    news.put_nowait((index, item, None))
+                    await news.put((index, item, None))
             except Exception as failed:
                 error = failed
-            news.put_nowait((index, None, error))
+            await news.put((index, None, error))
 
         def event(entries: list[dict[str, Any]], **fields: Any) -> str:
             return f"data: {json.dumps({**self._head, 'object': kind, 'choices': entries, **fields})}\n\n"
@@ -134,13 +138,14 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of the answers."""
-        prompt = sum(len(choice.prompt) for choice in self.choices[: self._prompts])
+        firsts = self.choices[:: len(self.choices) // self._prompts]
+        prompt = sum(len(choice.prompt) for choice in firsts)
         new, accepted = (sum(counts) for counts in zip(*(choice.tokens for choice in self.choices), strict=True))
         details = {"accepted_prediction_tokens": accepted}
         if self.chat:
             details["reasoning_tokens"] = sum(choice.thought_tokens for choice in self.choices)
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        cached = {"cached_tokens": sum(choice.cached for choice in self.choices[: self._prompts])}
+        cached = {"cached_tokens": sum(choice.cached for choice in firsts)}
         return {**counts, "prompt_tokens_details": cached, "completion_tokens_details": details}
 
 

@@ -24,6 +24,8 @@ class Block:
     name: str = ""
     text: str = ""
     """So far; of a call the arguments, JSON."""
+    last: bool = False
+    """Whether the answer has ended with it, which is known at its end."""
 
 
 async def block_steps(choice: Choice, thoughts: bool = True) -> AsyncIterator[tuple[Step, Block, str]]:
@@ -50,6 +52,7 @@ async def block_steps(choice: Choice, thoughts: bool = True) -> AsyncIterator[tu
     if block is None:
         block = Block("text", 0)
         yield "begin", block, ""
+    block.last = True
     yield "end", block, ""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from pdkernels.engine import Generation
+from pdkernels.engine import EngineFull, Generation
 from pdkernels.serve.parser import AnswerParser, Thought
 from pdkernels.serve.stops import StopCut
 from pdkernels.serve.tagged import CallDelta
@@ -15,6 +16,7 @@ from pdkernels.serve.threads import in_thread
 Standing = list[str | None]
 """What stands after a text: pieces of text, None for each position where nothing is written."""
 New = str | Thought | CallDelta | Standing
+_AGAIN = 0.05  # seconds after which the rest of an answer is submitted once more
 
 
 class Rest(NamedTuple):
@@ -61,7 +63,7 @@ class Choice:
             parser,
         )
         self.marks, self._closing, self._go_on = marks, closing, go_on
-        self._cut, self._decoder = StopCut(stops), tokenizer.incremental()
+        self._stops, self._cut, self._decoder = stops, StopCut(stops), tokenizer.incremental()
         self._ended = list[Generation]()
         self._forced, self._full, self._cancelled = 0, False, False
         self.text = ""
@@ -86,7 +88,7 @@ class Choice:
                 else:
                     for new in self._tokens(piece.ids):
                         yield new
-                if self._parser and self._parser.over:
+                if (self._parser and self._parser.over) or self._cut.found is not None:
                     self.handle.cancel()  # and it soon ends
             unended, news = await self._after_budget()
             for new in news:
@@ -118,13 +120,22 @@ class Choice:
         """Whether it goes on after the budget of a thought, and what is new by that."""
         parser, go_on, news = self._parser, self._go_on, list[New]()
         self._go_on = None
-        if go_on is None or parser is None or self.handle.finish_reason != "length" or parser.over or self._cancelled:
+        ended = self.handle.finish_reason != "length" or self._cut.found is not None
+        if go_on is None or parser is None or ended or parser.over or self._cancelled:
             return False, news
-        closes = parser.thinking
-        continuation = await in_thread(go_on, [token for piece in self.handle.pieces for token in piece.ids], closes)
+        closes, tokens = parser.thinking, [token for piece in self.handle.pieces for token in piece.ids]
+        while True:
+            try:
+                continuation = await in_thread(go_on, tokens, closes)
+                break
+            except EngineFull:  # the request was let in once
+                await asyncio.sleep(_AGAIN)
+                if self._cancelled:
+                    return False, news
         if closes:
-            news += self._read(self._decoder.flush() + self._closing)
-            self._decoder = self.tokenizer.incremental()
+            news += [*self._read(self._decoder.flush()), *self._parsed(self._cut.flush()), *self._parsed(self._closing)]
+            # Stop strings are searched for in what the model writes, and the rest is a text of its own for that.
+            self._cut, self._decoder = StopCut(self._stops), self.tokenizer.incremental()
             self._forced, self.thought_tokens = continuation.forced, self.thought_tokens + continuation.forced
         if continuation.generation is not None:
             self._ended.append(self.handle)
@@ -174,7 +185,8 @@ class Choice:
     @property
     def reason(self) -> str:
         """OpenAI's name of why it ended; a time limit has none there."""
-        reason, parser = self.handle.finish_reason or "stop", self._parser
+        found, parser = self._cut.found is not None, self._parser
+        reason = "stop" if found else self.handle.finish_reason or "stop"
         if parser is None or not (reason == "stop" or parser.over):
             return reason
         if parser.unfinished:

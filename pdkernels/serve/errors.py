@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pydantic import ValidationError
+
 from pdkernels.engine import BrokenModel
 from pdkernels.generation.params import ALIASES, SETTINGS
 
@@ -117,13 +119,18 @@ def renamed(fields: Mapping[str, str]) -> Iterator[None]:
     field_names = re.compile(rf"'[^']*'|\b(?:{'|'.join(fields)})\b")
 
     def translated(text: str) -> str:
-        return field_names.sub(lambda word: fields.get(word[0], word[0]), text)
+        # What a chat has one level deeper.
+        flat = re.sub(r"(?<=[\w])\.(function|json_schema)(?=\.\w)", "", text)
+        return field_names.sub(lambda word: fields.get(word[0], word[0]), flat)
 
     try:
         yield
     except Refused as error:
         parameter = None if error.parameter is None else translated(error.parameter)
         raise Refused(translated(str(error)), error.status, parameter, error.code) from None
+    except ValidationError as error:
+        fault, parameter = invalid(error.errors())
+        raise Refused(translated(fault), 400, None if parameter is None else translated(parameter)) from None
 
 
 def clipped(text: str, most: int) -> str:

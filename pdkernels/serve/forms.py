@@ -12,7 +12,7 @@ from pdkernels.grammar.products import without
 from pdkernels.grammar.regex import parsed
 from pdkernels.grammar.schema import Size, parsed_schema
 from pdkernels.serve.calls import PLAIN, CallForm, JsonForm
-from pdkernels.serve.errors import Refused, in_http_words
+from pdkernels.serve.errors import Refused, in_http_words, shown
 from pdkernels.serve.schema import ChatRequest, Settings
 from pdkernels.serve.tagged import DEEPSEEK_V3, GLM, KIMI, QWEN_CODER, TaggedForm, kinds_of, resolved
 from pdkernels.serve.thoughts import ThoughtForm
@@ -86,9 +86,9 @@ def _content(body: Settings) -> tuple[str, str] | None:
     form = body.response_format if isinstance(body, ChatRequest) else None
     choice = None if body.choice is None else json.dumps(body.choice)
     asked: dict[str, str | None] = {"regex": body.regex, "choice": choice}
+    if form is not None and (form.json_schema is None) == (form.type == "json_schema"):
+        raise Refused("json_schema must be given exactly for the type 'json_schema'", 400, "response_format")
     if form is not None and form.type != "text":
-        if (form.json_schema is None) == (form.type == "json_schema"):
-            raise Refused("json_schema must be given exactly for the type 'json_schema'", 400, "response_format")
         any_object: dict[str, Any] = {"schema": {"type": "object", "additionalProperties": True}}
         asked["response_format"] = json.dumps(
             any_object
@@ -180,8 +180,10 @@ def _fields(form: TaggedForm, name: str, schema: dict[str, Any]) -> Expression:
     """A call whose arguments are fields, in the order of the schema's properties."""
     line = "\n" if form.framed else ""
     shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
-    fields = list[Expression]()
-    for key, property_schema in (schema.get("properties") or {}).items():
+    fields, properties = list[Expression](), schema.get("properties") or {}
+    if not isinstance(properties, dict):
+        raise ValueError(f"properties must be an object, got {shown(properties)}")
+    for key, property_schema in properties.items():
         value = _field(
             {**property_schema, **shared} if isinstance(property_schema, dict) else property_schema, form.field_end
         )

@@ -176,6 +176,8 @@ class Frontend:
             raise Refused(fault, 400, "n")
         if body.provisional and not body.stream:
             raise Refused("provisional text comes in a stream", 400, "provisional")
+        if body.stream_options is not None and not body.stream:
+            raise Refused("stream_options are those of a stream: stream must be true", 400, "stream_options")
         params = params.replace(n=1, grammar=grammar)
         ends = () if body.ignore_eos else tuple(self.engine.model.end_tokens)
         if body.ignore_eos or "end_tokens" in body.settings():  # beside the model's, as vLLM has it

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import logging
 import re
 import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +23,7 @@ from starlette.responses import JSONResponse
 from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, shown
 
 LOG = logging.getLogger("pdkernels.serve")
+_SUSPECT = re.compile(rb"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
 _OPEN = ("/", "/health")  # pages that need no key
 _PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.%]+\]|[^\s:@/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
@@ -109,6 +112,8 @@ class Gate:
         is_json = kind == "application/json" or re.fullmatch(r"application/\S+\+json", kind)
         if scope["method"] == "POST" and (body or kind) and not is_json:
             raise Refused("the body must be a JSON object, sent with Content-Type: application/json", 400)
+        if _SUSPECT.search(body):
+            _check_numbers(body)
         await self._app(scope, _replayed(body, receive), send)
 
     async def _body(self, receive: Any, announced: int) -> bytes | None:
@@ -139,6 +144,20 @@ class Gate:
         for origin in origins:
             if not (self._origins & {"*", origin} or (hosts and _same_site(origin, hosts[-1]))):
                 raise Refused(f"pages of {shown(origin)} may not send requests here", 403)
+
+
+def _check_numbers(body: bytes) -> None:
+    """Refuses NaN, Infinity and numbers beyond all floats, which Python's parser takes and other readers of an answer do
+    not. Whatever else is wrong with a body, the application says."""
+
+    def refused(text: str) -> Any:
+        raise Refused(f"the body is not JSON that all read: {shown(text)} is no number there", 400)
+
+    def number(text: str) -> float:
+        return float(text) if abs(float(text)) < float("inf") else refused(text)
+
+    with suppress(ValueError, RecursionError):
+        json.loads(body, parse_constant=refused, parse_float=number)
 
 
 def log_failure(method: str, path: str, error: BaseException) -> None:

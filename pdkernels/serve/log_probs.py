@@ -8,6 +8,8 @@ from typing import Any
 
 from pdkernels.decoding import LogProbs
 
+_LEAST = -9999.0
+
 
 def written(tokenizer: Any) -> Callable[[int], bytes]:
     """What a token writes. One in the middle of a character has bytes that are no text."""
@@ -28,6 +30,15 @@ def shown(token: bytes, prefix: str = "") -> str:
         return token.decode()
     except UnicodeDecodeError:
         return prefix + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _finite(value: float) -> float:
+    """A log-probability that JSON has: OpenAI writes -9999 for what is impossible.
+
+    >>> _finite(-1.5), _finite(float("-inf"))
+    (-1.5, -9999.0)
+    """
+    return value if value > _LEAST else _LEAST
 
 
 def entries(
@@ -54,9 +65,9 @@ def entries(
             break
         offsets.append(length)
         size, length = size + len(token), length + len(decoder.decode(token))
-    tokens, values = tokens[: len(offsets)], found.tokens.tolist()
+    tokens, values = tokens[: len(offsets)], [*map(_finite, found.tokens.tolist())]
     tops = [
-        [(bytes_of(token), value) for token, value in zip(ids, values, strict=True)]
+        [(bytes_of(token), _finite(value)) for token, value in zip(ids, values, strict=True)]
         for ids, values in zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
     ]
     if chat:

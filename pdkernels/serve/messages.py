@@ -46,6 +46,23 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
     return found
 
 
+def part(item: Mapping[str, Any], name: str, place: str, kind: Any, default: Any = None) -> Any:
+    """A field of an item that a client sends, of a kind that is text or an object.
+
+    >>> part({"id": "a"}, "id", "input.0", str), part({}, "input", "input.0", Mapping, {})
+    ('a', {})
+
+    Raises:
+        Refused: it is of another kind, or there is none.
+    """
+    value = item.get(name)
+    value = default if value is None else value
+    if not isinstance(value, kind):
+        words = "text" if kind is str else "an object"
+        raise Refused(f"{place}.{name} must be {words}, got {shown(value)}", 400, f"{place}.{name}")
+    return value
+
+
 def _text(message: Mapping[str, Any], place: str, template: str) -> str | None:
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("function_call")):

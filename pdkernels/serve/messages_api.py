@@ -12,12 +12,14 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, error_body, of_failure, renamed, shown
 from pdkernels.serve.gate import log_failure
+from pdkernels.serve.messages import part
 from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
 from pdkernels.serve.service import Service
 from pdkernels.serve.tagged import read_json
@@ -51,12 +53,24 @@ class _ToolChoice(Strict):
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
+    @model_validator(mode="after")
+    def _of_one(self) -> _ToolChoice:
+        if (self.name is None) == (self.type == "tool"):
+            raise PydanticCustomError("tool_choice", "name must be given exactly for the type 'tool'")
+        return self
+
 
 class _Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
     """A thought that is shown comes whole."""
+
+    @model_validator(mode="after")
+    def _of_thoughts(self) -> _Thinking:
+        if self.type == "disabled" and (self.budget_tokens or self.display) is not None:
+            raise PydanticCustomError("thinking", "budget_tokens and display are of thoughts, which are disabled")
+        return self
 
 
 class _Format(Strict):
@@ -174,15 +188,17 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if kind == "text":
                 chat_message["content"] += _text([block], at)
             elif kind == "tool_result" and role == "user":
-                answer = _text(block.get("content") or "", f"{at}.content")
-                chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
+                result = block.get("content")
+                answer = "" if result is None else _text(result, f"{at}.content")
+                call_id = part(block, "tool_use_id", at, str)
+                chat.append({"role": "tool", "tool_call_id": call_id, "content": answer})
             elif kind == "thinking" and role == "assistant":
-                chat_message["reasoning_content"] = chat_message.get("reasoning_content", "") + str(
-                    block.get("thinking", "")
-                )
+                thought = part(block, "thinking", at, str)
+                chat_message["reasoning_content"] = chat_message.get("reasoning_content", "") + thought
             elif kind == "tool_use" and role == "assistant":
-                function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
-                call = {"id": block.get("id"), "type": "function", "function": function}
+                arguments = json.dumps(part(block, "input", at, Mapping, {}))
+                function = {"name": part(block, "name", at, str), "arguments": arguments}
+                call = {"id": part(block, "id", at, str), "type": "function", "function": function}
                 chat_message.setdefault("tool_calls", []).append(call)
             else:
                 raise Refused(f"{at}: a block of type {shown(kind)} is not supported here", 400, at)

@@ -20,8 +20,9 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, of_failure, renamed, shown
 from pdkernels.serve.gate import log_failure
+from pdkernels.serve.messages import part
 from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
-from pdkernels.serve.service import Service
+from pdkernels.serve.service import Escaped, Service
 
 _MAX_STORED = 1024
 _MAX_BYTES = 1 << 26  # of all that is stored, as JSON
@@ -97,8 +98,10 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
             is_named = isinstance(self.tool_choice, _Chosen)
             choice = {"type": "function", "function": {"name": self.tool_choice.name}} if is_named else self.tool_choice  # type: ignore[union-attr]
             chat_fields["tool_choice"] = choice
+        schema = _without(self.text.format, "type", by_alias=True)
+        if self.text.format.type == "text" and schema:
+            raise Refused(f"text.format: a text has no {next(iter(schema))}", 400, "text.format")
         if self.text.format.type != "text":
-            schema = _without(self.text.format, "type", by_alias=True)
             kind = self.text.format.type
             chat_fields["response_format"] = {"type": kind, **({"json_schema": schema} if schema else {})}
         if self.reasoning is not None:
@@ -141,25 +144,25 @@ def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         where, kind = f"input.{place}", item.get("type", "message")
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind == "message":
-            content = _content(item.get("content"), f"{where}.content")
-            if item.get("role") == "assistant" and last is not None and last.keys() <= {"role", "reasoning_content"}:
+            content, role = _content(item.get("content"), f"{where}.content"), part(item, "role", where, str)
+            if role == "assistant" and last is not None and last.keys() <= {"role", "reasoning_content"}:
                 last["content"] = content
             else:
-                messages.append({"role": item.get("role"), "content": content})
+                messages.append({"role": role, "content": content})
         elif kind == "reasoning":
             contents = item.get("content") or item.get("summary") or []
             messages.append({"role": "assistant", "reasoning_content": _content(contents, f"{where}.content")})
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            function = {"name": part(item, "name", where, str), "arguments": part(item, "arguments", where, str, "{}")}
             if last is None:
                 last = {"role": "assistant"}
                 messages.append(last)
-            last.setdefault("tool_calls", []).append(
-                {"id": item.get("call_id"), "type": "function", "function": function}
-            )
+            call = {"id": part(item, "call_id", where, str), "type": "function", "function": function}
+            last.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             content = _content(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            call_id = part(item, "call_id", where, str)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         else:
             raise Refused(f"{where}: an item of type {shown(kind)} is not supported here", 400, where)
     for message in messages:
@@ -288,7 +291,8 @@ class _Writer:
         elif step == "more":
             events = [(f"response.{_DELTAS[block.kind]}.delta", {"delta": piece, **_LOGPROBS[block.kind]})]
         else:
-            ended = "incomplete" if self._is_last_cut() else "completed"
+            cut = block.last and self._answer.choices[0].reason not in ("stop", "tool_calls")
+            ended = "incomplete" if cut else "completed"
             item = {**_item(block, ended), "id": self._items[-1]["id"]}
             self._items[-1] = item
             word = "arguments" if block.kind == "call" else "text"
@@ -301,10 +305,6 @@ class _Writer:
         item_events = ("response.output_item.added", "response.output_item.done")
         place_fields = {"item_id": self._items[-1]["id"], **({} if block.kind == "call" else {"content_index": 0})}
         return [(kind, {**ids, **({} if kind in item_events else place_fields), **fields}) for kind, fields in events]
-
-    def _is_last_cut(self) -> bool:
-        choice = self._answer.choices[0]
-        return choice.handle.done and choice.reason not in ("stop", "tool_calls")
 
     def _finished(self) -> dict[str, Any]:
         reason, usage = self._answer.choices[0].reason, self._answer.usage()
@@ -372,8 +372,8 @@ def add_responses(app: FastAPI, service: Service) -> None:
         return await service.whole(request, answer, writer.whole())
 
     @app.get("/v1/responses/{response_id}")
-    async def response(response_id: str) -> dict[str, Any]:
-        return store.response(response_id)
+    async def response(response_id: str) -> Response:
+        return Escaped(store.response(response_id))
 
     @app.delete("/v1/responses/{response_id}")
     async def forget(response_id: str) -> dict[str, Any]:

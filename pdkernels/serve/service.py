@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
@@ -21,6 +22,14 @@ from pdkernels.serve.schema import ChatRequest, CompletionRequest
 from pdkernels.serve.threads import in_thread
 
 POLL = 0.25  # seconds between looks for a client that has gone
+
+
+class Escaped(JSONResponse):
+    """JSON in ASCII, as streams are: what a client sent with half of a character in it goes back as it came."""
+
+    def render(self, content: Any) -> bytes:
+        """Its bytes."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Service:
@@ -44,7 +53,8 @@ class Service:
     async def completion(self, request: Request, body: CompletionRequest) -> Answer:
         """The same for a completion."""
         self._bound(body)
-        return await self._submitted(request, body, self.front.completion(body))
+        # So does the tokenizer with a long prompt, where a text goes on after the answer.
+        return await self._submitted(request, body, await in_thread(self.front.completion, body))
 
     async def whole(self, request: Request, answer: Answer, content: Coroutine[Any, Any, dict[str, Any]]) -> Response:
         """The response with what `content` makes of an answer, unless the client goes."""
@@ -54,7 +64,7 @@ class Service:
                 await asyncio.wait([making], timeout=POLL)
                 if not making.done() and await request.is_disconnected():
                     return Response(status_code=499)
-            return JSONResponse(making.result())
+            return Escaped(making.result())
         finally:
             answer.cancel()
             making.cancel()

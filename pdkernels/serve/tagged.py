@@ -321,11 +321,15 @@ def begun(text: str, tags: Sequence[str]) -> int:
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; None: it is none."""
+    """The value of a JSON text; None: it is none, such as NaN, which Python's parser takes."""
     try:
-        return json.loads(text, strict=False)
+        return json.loads(text, strict=False, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return None
+
+
+def _no_json(constant: str) -> Any:
+    raise ValueError(constant)
 
 
 def json_of(text: str, kinds: frozenset[str]) -> str:
@@ -373,7 +377,8 @@ def kinds_of(schema: Any, root: Any, depth: int = 4) -> frozenset[str]:
         return kinds_of(None if target is schema else target, root, depth - 1)
     kind = schema.get("type")
     if kind is not None:
-        return frozenset([kind] if isinstance(kind, str) else kind)
+        kinds_of_value = kind if isinstance(kind, list) else [kind]
+        return frozenset(one for one in kinds_of_value if isinstance(one, str))
     if isinstance(choices := schema.get("enum"), list) or "const" in schema:
         return frozenset().union(*map(_kind, choices if isinstance(choices, list) else [schema["const"]]))
     ways: list[Any] = next((schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), [])

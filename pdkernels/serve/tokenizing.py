@@ -109,7 +109,9 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
         most = tokenizer.vocab_size
         if any(token >= most for token in body.tokens):
             raise Refused(f"tokens must be below {most}", 400, "tokens")
-        return DetokenizeResponse(prompt=getattr(tokenizer, "decode_all", tokenizer.decode)(body.tokens))
+        return DetokenizeResponse(
+            prompt=await in_thread(getattr(tokenizer, "decode_all", tokenizer.decode), body.tokens)
+        )
 
 
 def adds_tokens(tokenizer: Any) -> bool:
