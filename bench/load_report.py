@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.gpu_report import table
 
+RESULTS = Path(__file__).resolve().parent / "results/server_load.json"
 HEAD = [
     "server",
     "new tokens a second",

@@ -40,13 +40,12 @@ import torch
 
 import pdkernels as pd
 from bench.load_clients import CLIENTS, body_of
-from bench.load_report import load_table
+from bench.load_report import RESULTS, load_table
 from bench.load_servers import SETTINGS, SHAPES, Server, model_file, servers
 from bench.records import write
 from pdkernels.decoding import generate
 from pdkernels.evaluation.machine import processor
 
-RESULTS = Path(__file__).resolve().parent / "results/server_load.json"
 _TUNED = 1 << 19
 """Seed of the requests that settings are tried with."""
 _STARTS = {"pdkernels": 120.0, "llama.cpp": 120.0, "vLLM": 900.0}
