@@ -227,4 +227,5 @@ def slice_of(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server, which has a session of its own, ends too
     print(json.dumps(slice_of(json.loads(sys.argv[1]))))

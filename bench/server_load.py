@@ -178,7 +178,7 @@ def best_setting(bench: Bench, server: Server, tokenizer: Any, tried: dict[str, 
     if seconds <= 0:
         return names[0]
     for setting in names:
-        if setting not in tried:
+        if tried.get(setting) is None:
             try:
                 found = figures([one_slice(bench, server, setting, _TUNED, seconds)], tokenizer, seconds)
                 tried[setting] = found["tokens_per_second"]
