@@ -88,7 +88,8 @@ class Choice:
                 else:
                     for new in self._tokens(piece.ids):
                         yield new
-                if (self._parser and self._parser.over) or self._cut.found is not None:
+                over_two = self._ended and self._cut.found is not None  # which the engine has not seen whole
+                if (self._parser and self._parser.over) or over_two:
                     self.handle.cancel()  # and it soon ends
             unended, news = await self._after_budget()
             for new in news:

@@ -143,7 +143,7 @@ def test_responses_that_follow_each_other(serve: Any) -> None:
         ({"input": [{"role": "user", "content": "?"}] * 400}, "the prompt has 401 tokens"),
         ({"max_output_tokens": 301}, "max_output_tokens must be at most 300 here, got 301"),
         ({"reasoning": {"effort": "low"}}, "does not know reasoning.effort"),
-        ({"tools": [{**GET, "name": "a b"}]}, "tools.0.function.name"),
+        ({"tools": [{**GET, "name": "a b"}]}, "tools.0.name"),
     ],
 )  # fmt: skip
 def test_what_is_refused(refusing: Any, body: Any, words: str) -> None:
