@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pdkernels.decoding import LogProbs
@@ -32,6 +32,26 @@ def shown(token: bytes, prefix: str = "") -> str:
         return prefix + "".join(f"\\x{byte:02x}" for byte in token)
 
 
+def offsets_of(tokens: Sequence[bytes]) -> list[int]:
+    r"""The place in the text of the character in which each token begins. Bytes that are no character are one, as decoders
+    have it.
+
+    >>> offsets_of(["a\u20ac".encode(), b"\xe2", b"\x82", b"END", b""])
+    [0, 2, 2, 3, 6]
+    """
+    decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, list[int]()
+    for token in tokens:
+        offsets.append(length)
+        for number in range(len(token)):
+            begun = bool(decoder.getstate()[0])
+            new = decoder.decode(token[number : number + 1])
+            broken = begun and new[:1] == "\ufffd" and (len(new) > 1 or bool(decoder.getstate()[0]))
+            if broken and number == 0:  # what had begun ended before this token
+                offsets[-1] += 1
+            length += len(new)
+    return offsets
+
+
 def _finite(value: float) -> float:
     """A log-probability that JSON has: OpenAI writes -9999 for what is impossible.
 
@@ -58,13 +78,9 @@ def entries(
     tokens = [marks[token].encode() if token in marks else bytes_of(token) for token in ids]
     if tokens and getattr(tokenizer, "skips_first_space", False) and not text.startswith(" "):
         tokens[0] = tokens[0].removeprefix(b" ")
-    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-    offsets, length, size, most = list[int](), 0, 0, len(text.encode())
-    for token in tokens:
-        if size >= most:
-            break
-        offsets.append(length)
-        size, length = size + len(token), length + len(decoder.decode(token))
+    offsets = [at for at in offsets_of(tokens) if at < len(text)]
+    while offsets and not tokens[len(offsets) - 1]:
+        offsets.pop()
     tokens, values = tokens[: len(offsets)], [*map(_finite, found.tokens.tolist())]
     tops = [
         [(bytes_of(token), _finite(value)) for token, value in zip(ids, values, strict=True)]

@@ -216,6 +216,33 @@ def test_log_probabilities_of_what_is_impossible_are_json() -> None:
         assert "Infinity" not in stream.text and "-9999" in stream.text
 
 
+@pytest.mark.parametrize(
+    ("said", "stop", "text", "offsets"),
+    [
+        (b"a\xffb\xe2\x82END and more", "END", "a\ufffdb\ufffd", [0, 1, 2, 3, 3]),
+        (b"a\xffb\xe2\x82END", None, "a\ufffdb\ufffdEND", [0, 1, 2, 3, 3, 4, 5, 6]),
+        (b"\xf0\x9f\x98aEND", "END", "\ufffda", [0, 0, 0, 1]),
+        ("a\u20acb".encode(), None, "a\u20acb", [0, 1, 1, 1, 2]),
+        (b"a\xe2\x82", None, "a\ufffd", [0, 1, 1]),
+    ],
+)
+def test_log_probabilities_beside_bytes_that_are_no_character(
+    said: bytes, stop: Any, text: str, offsets: list[int]
+) -> None:
+    """They are of the text's tokens, without a stop string and an end token, and at their places."""
+    table = 9 * torch.nn.functional.one_hot(torch.tensor([*said, *[256] * 100]), 257).float()
+    model = from_callable(
+        lambda tokens: table[: tokens.shape[1]].expand(len(tokens), -1, -1),
+        vocab_size=257, end_tokens=[256], tokenizer=ByteTokenizer(), max_positions=100,
+    )  # fmt: skip
+    engine = pd.Engine(model, max_new_tokens=40, max_prompt_tokens=20)
+    with TestClient(create_app(engine, "tiny"), raise_server_exceptions=False) as made:
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 40, "temperature": 0, "logprobs": 1, "stop": stop}
+        choice = made.post(TEXT, json=body).json()["choices"][0]
+    assert choice["text"] == text and choice["logprobs"]["text_offset"] == offsets
+    assert len(choice["logprobs"]["tokens"]) == len(offsets)
+
+
 @pytest.mark.parametrize("kind", [None, "number", "string"])
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
 def test_arguments_between_tags_are_json(kind: str | None, word: str) -> None:
