@@ -106,7 +106,7 @@ def test_planes_of_every_number(tmp_path: Path) -> None:
     (tmp_path / "made.safetensors").write_bytes(made)
     with safe_open(tmp_path / "made.safetensors", framework="pt") as file:
         shapes = json.loads(file.metadata()["shapes"])
-        found = _from_planes({name: file.get_tensor(name) for name in file.keys()}, shapes)
+        found = _from_planes({name: file.get_tensor(name) for name in file.keys()}, shapes, torch.bfloat16)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name].view(torch.int16), tensors[name].view(torch.int16)) for name in tensors)
     other = save({"a": numbers.float()}, metadata={"config": "{}"})
