@@ -425,6 +425,7 @@ TABLES = {
     "speculation-thresholds": lambda rows: of_file(speculation.RESULTS, speculation.table_of_thresholds),
     "adapters": lambda rows: of_file(bench_adapters.RESULTS, bench_adapters.table_of),
     "same tokens": lambda rows: of_file(same_tokens.RESULTS, same_tokens.same_tokens),
+    "same tokens gemma3": lambda rows: of_file(same_tokens.GEMMA3, same_tokens.same_tokens),
     "same tokens short": lambda rows: of_file(same_tokens.SHORT, same_tokens.same_tokens),
     "long drafts": lambda rows: of_file(long_drafts.RESULT, long_drafts.markdown),
     "long texts": lambda rows: of_file(long_texts.RESULT, long_texts.markdown),

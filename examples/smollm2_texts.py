@@ -90,11 +90,12 @@ def questions(seed: int, *, held_out: bool = False) -> list[str]:
 
 
 def prompts(model: Transformer, count: int, longest: int, seed: int, *, held_out: bool = False) -> list[list[int]]:
-    """The first `count` questions as chats of at most `longest` tokens."""
+    """The first `count` questions as chats of at most `longest` tokens; as they are for a model without a chat template."""
     chats: list[list[int]] = []
     encode: Any = model.tokenizer
     for question in questions(seed, held_out=held_out):
-        ids = encode.encode_chat([{"role": "user", "content": question}])
+        asked = [{"role": "user", "content": question}]
+        ids = encode.encode(f"{question}\n\n") if encode.chat_template is None else encode.encode_chat(asked)
         if len(ids) <= longest:
             chats.append(ids)
             if len(chats) == count:
