@@ -83,7 +83,7 @@ def kind_of(declared: str) -> str:
 
 def fields(structure: str, cache: str = "", source: str = SOURCE) -> list[tuple[str, str]]:
     """The names and kinds of a structure's fields in the order of `fields()`, those of the structures in it in place of them."""
-    body = body_of(structure, source)
+    body = re.sub(r" = (\{\}|\d+)(?=[,;])", "", body_of(structure, source))  # without what they are by default
     declared = {}
     for kind, names in re.findall(r"^  ([\w:<>]+) (\w[\w, ]*);", body, re.MULTILINE):
         declared |= {name: cache if kind == "Cache" else kind for name in names.split(", ")}
@@ -128,8 +128,8 @@ def test_a_binding_takes_the_fields_of_the_schema(op: str) -> None:
     ("before", "after"),
     [
         ("lengths, counts, cu_seqlens", "lengths, cu_seqlens, counts"),
-        ("int64_t first, end;  // layers", "int64_t end, first, unused;"),
-        ("Tensor cos, sin;\n  OptionalTensor positions;", "int64_t cos, sin;\n  OptionalTensor positions;"),
+        ("int64_t first = 0, end;  // layers", "int64_t end, first, unused;"),
+        ("Tensor cos, sin;\n  OptionalTensor window_cos = {}", "int64_t cos, sin;\n  OptionalTensor window_cos"),
         ("Written k_cache, v_cache;  // of all layers", "Tensor k_cache, v_cache;"),
         ("positions, starts, adapted,", "positions, adapted, starts,"),
     ],
