@@ -24,6 +24,7 @@ from pdkernels.serve.messages import part
 from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
 from pdkernels.serve.service import Escaped, Service
 
+_ENCRYPTED = "reasoning.encrypted_content"
 _MAX_STORED = 1024
 _MAX_BYTES = 1 << 26  # of all that is stored, as JSON
 
@@ -81,7 +82,7 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     reasoning: _Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # `_ENCRYPTED`
     """A thought is part of its item, which can be sent back: nothing is encrypted."""
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -372,7 +373,10 @@ def add_responses(app: FastAPI, service: Service) -> None:
         return await service.whole(request, answer, writer.whole())
 
     @app.get("/v1/responses/{response_id}")
-    async def response(response_id: str) -> Response:
+    async def response(response_id: str, request: Request) -> Response:
+        for name, value in request.query_params.multi_items():
+            if not (value == "false" or (name.startswith("include") and value == _ENCRYPTED)):
+                raise Refused(f"{name} is not supported here: a response that is kept comes whole", 400, name)
         return Escaped(store.response(response_id))
 
     @app.delete("/v1/responses/{response_id}")

@@ -191,6 +191,20 @@ def test_half_of_a_character_in_a_body(client: Any, route: str, body: str, statu
         assert shown.status_code == 200 and shown.json()["tools"][0]["parameters"]["title"] == "\ud800"
 
 
+def test_a_response_that_is_kept_does_not_come_as_a_stream(client: Any) -> None:
+    """A client that asks for one would read no event and no error."""
+    made = client.post(RESPONSES, json={"model": "tiny", "input": "Hi", "max_output_tokens": 2}).json()
+    path = f"{RESPONSES}/{made['id']}"
+    assert (
+        client.get(path).json()
+        == client.get(f"{path}?stream=false&include[]=reasoning.encrypted_content").json()
+        == made
+    )
+    for name, value in (("stream", "true"), ("starting_after", "3"), ("include[]", "message.output_text.logprobs")):
+        answer = client.get(path, params={name: value})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
 def test_log_probabilities_of_what_is_impossible_are_json() -> None:
     """A model may give some tokens no chance at all; OpenAI writes -9999."""
     table = torch.full((300, 257), -torch.inf)
