@@ -92,7 +92,8 @@ def _is_chat(prompt: Any) -> bool:
 
 def _token_list(model: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-        expectation, remedy = "be token ids (the model has no tokenizer)", "Encode it, or give the model its tokenizer."
+        expectation = "be token ids (the model has no tokenizer)"
+        remedy = "Encode it, or give the model its tokenizer: tokenizer.json, in a folder."
         check(model.tokenizer is not None, _OP, "prompt", expectation, "a str", remedy)
         return list(model.tokenizer.encode(prompt))
     if _is_chat(prompt):

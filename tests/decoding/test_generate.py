@@ -80,7 +80,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"prompt": "text"},
         ValueError,
         GENERATE
-        + "prompt must be token ids (the model has no tokenizer), got a str. Encode it, or give the model its tokenizer.",
+        + "prompt must be token ids (the model has no tokenizer), got a str. Encode it, or give the model "
+        + "its tokenizer: tokenizer.json, in a folder.",
     ),
     ({"prompt": 5}, TypeError, GENERATE + "prompt must be text, token ids, messages or a list of these, got int."),
     (

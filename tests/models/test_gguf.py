@@ -203,7 +203,7 @@ def tensor(*dims: int, kind: int = 0, offset: int = 0, name: bytes = b"x") -> by
 
 HOSTILE = {
     "empty": (b"", "be a whole GGUF file, got 0 bytes."),
-    "not gguf": (b"PK\x03\x04" * 10, "be a GGUF file, got one that begins with "),
+    "not gguf": (b"GGML" * 10, "be a GGUF file, got one that begins with "),
     "version": (header(version=7), "have version 2 or 3, little-endian, got 7."),
     "tensors": (header(tensors=2**40), "have at most 65536 tensors, got 1099511627776."),
     "fields": (header(keys=2**60), "have at most 65536 fields, got "),

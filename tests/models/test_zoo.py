@@ -428,6 +428,7 @@ def test_other_files_are_refused(tmp_path: Path, wrong: str) -> None:
         path.write_text("hello")
     else:
         save_file({"x": torch.zeros(2)}, path, metadata=None if config is None else {"config": config})
-    words = "have no more layers than tensors" if "million" in wrong else "be a file that a training script"
+    kinds = {"text": "be a whole safetensors file", "a million layers": "have no more layers than tensors"}
+    words = kinds.get(wrong, "be a file that a training script")
     with pytest.raises(ValueError, match=f"pdkernels.models.load: .* must {words}"):
         models.load(path)

@@ -109,9 +109,11 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     """
     folder = Path(folder)
     try:
-        exists = folder.is_dir()
+        exists, is_file = folder.is_dir(), folder.is_file()
     except (OSError, ValueError):
-        exists = False
+        exists = is_file = False
+    if is_file:
+        fail(OP, "adapter", "be a folder", f"the file {shown(str(folder))}", f"Name the folder with its {CONFIG}.")
     remedy = f"Adapters that have names: {', '.join(sorted(weight_folders(CONFIG))) or 'none is installed'}."
     check(exists, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
     fields = read_fields(folder, CONFIG)

@@ -46,6 +46,7 @@ from pdkernels.models.checkpoints.quantized_folder import FIELDS, QuantizedFolde
 from pdkernels.models.files.fields import OP, Fields, demand, shown
 from pdkernels.models.files.folder import Weights, member, read_fields
 from pdkernels.models.files.layout import DTYPES, Layout
+from pdkernels.models.files.mistaken import refuse_mistaken
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.text.tokenizer_files import read_tokenizer_files
 from pdkernels.models.text.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -336,6 +337,9 @@ def _load_trained(path: Path, dtype: torch.dtype | None, device: torch.device | 
     except (SafetensorError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         if str(error).startswith("pdkernels."):
             raise
+        if isinstance(error, SafetensorError):
+            refuse_mistaken(path, "name_or_path", "be a safetensors file")
+            fail(OP, "name_or_path", "be a whole safetensors file", f"{shown(str(path))} ({error})")
         remedy = "A checkpoint of several files is named by its folder."
         fail(OP, "name_or_path", "be a file that a training script of this package wrote", shown(str(path)), remedy)
 
@@ -349,7 +353,8 @@ def _usable(device: torch.device | str) -> torch.device:
     try:
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError):
-        devices = f"{torch.cuda.device_count()} CUDA devices and a torch built for CUDA {torch.version.cuda}"
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        devices = f"{torch.cuda.device_count()} CUDA devices and a torch {built}"
         fault = message(OP, "device", "be one that torch finds", repr(str(chosen)), f"There are {devices}; use 'cpu'.")
         raise NotImplementedError(fault) from None
     return chosen
@@ -359,7 +364,7 @@ def _folder(name: str, is_path: bool) -> Path:
     """The folder of this name. If there is none, a name that can only be a path is missing, and others may be misspelt
     models."""
     folder = Path(name)
-    is_file = name.lower().endswith(".gguf")
+    is_file = name.lower().endswith((".gguf", ".safetensors"))
     try:
         exists, there = folder.is_dir(), os.path.lexists(folder)
     except (OSError, ValueError):

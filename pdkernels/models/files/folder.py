@@ -19,10 +19,12 @@ from pdkernels import _memory
 from pdkernels._validation import check, fail
 from pdkernels.models.files.fields import OP, Fields, shown, some
 from pdkernels.models.files.layout import DTYPES, Layout, Parts, Stored
+from pdkernels.models.files.mistaken import FROM_TORCH, refuse_mistaken
 
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OTHERS = ("consolidated", "adapter_model", "mask_token")
 """Files of other programs, which are often in the folder of a checkpoint."""
+_OF_TORCH = "pytorch_model.bin", "model.bin", "pytorch_model.bin.index.json"
 _TEXT_BYTES = 1 << 22
 _READ_BYTES = 1 << 23  # at a time, where numbers are converted
 _COMPARED = 1 << 20  # numbers at a time
@@ -92,6 +94,7 @@ def read_fields(folder: Path, name: str) -> Fields | None:
     except RecursionError:
         fail(OP, name, "be JSON", "too many brackets inside each other")
     except ValueError as error:
+        refuse_mistaken(folder / name, name, "be JSON")
         fail(OP, name, "be JSON", f"{folder / name} ({_why(error)})")
     return Fields(values, name)
 
@@ -234,6 +237,8 @@ class Weights:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 header = f"have a header of at most {_HEADER_BYTES} bytes"
+                if size > _HEADER_BYTES:
+                    refuse_mistaken(path, name, "be a safetensors file")
                 check(size <= _HEADER_BYTES, OP, name, header, size, "Is it a whole safetensors file?")
                 header_text = file.read(size)
             opened: Any = safe_open(path, framework="pt")  # which checks the header
@@ -288,8 +293,10 @@ def _found(folder: Path) -> list[str]:
     # Next to a model.safetensors, model.fp16.safetensors has the same tensors in another dtype.
     excluded = (*_OTHERS, "model.") if _SINGLE in names_found else _OTHERS
     names = [name for name in names_found if name == _SINGLE or not name.startswith(excluded)]
-    only = f", only {some(names_found)}" if names_found else ""
-    check(bool(names), OP, "name_or_path", "hold *.safetensors files", f"none in {folder}{only}")
+    others = names_found or [name for name in _OF_TORCH if member(folder, name) is not None]
+    only = f", only {some(others)}" if others else ""
+    remedy = "" if names_found or not others else FROM_TORCH
+    check(bool(names), OP, "name_or_path", "hold *.safetensors files", f"none in {folder}{only}", remedy)
     return [name for name in names if member(folder, name) is not None]
 
 

@@ -22,6 +22,7 @@ import torch
 from pdkernels._validation import check, fail, message
 from pdkernels.models.files.fields import OP, Kept, shown
 from pdkernels.models.files.gguf_keys import ABSENT
+from pdkernels.models.files.mistaken import refuse_mistaken
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -52,7 +53,7 @@ class GgufFile:
         self._quants = _library(path.name)
         self._open(path)
         try:
-            version, tensors, keys = self._header()
+            version, tensors, keys = self._header(path)
             self.version = version
             self.fields: dict[str, Any] = {}
             self._strings = self._characters = 0
@@ -116,9 +117,11 @@ class GgufFile:
             fail(OP, self.name, "be a file that can be read", os.strerror(error.errno or 0))
         self._at, self._size = 0, len(self._map)
 
-    def _header(self) -> tuple[int, int, int]:
+    def _header(self, path: Path) -> tuple[int, int, int]:
         magic = self._bytes(4, "the mark of the format")
-        check(magic == b"GGUF", OP, self.name, "be a GGUF file", f"one that begins with {shown(magic)}")
+        if magic != b"GGUF":
+            refuse_mistaken(path, self.name, "be a GGUF file")
+            fail(OP, self.name, "be a GGUF file", f"one that begins with {shown(magic)}")
         version, tensors, keys = self._number("I"), self._number("Q"), self._number("Q")
         if version not in (2, 3):
             self._unsupported("have version 2 or 3, little-endian", version, "Convert the model again.")

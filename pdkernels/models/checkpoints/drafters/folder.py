@@ -33,6 +33,7 @@ from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts,
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown, some
 from pdkernels.models.files.folder import Weights, member, read_fields
 from pdkernels.models.files.layout import Layout, Parts
+from pdkernels.models.files.mistaken import FROM_TORCH
 from pdkernels.models.text.same_tokens import same_tokens
 from pdkernels.models.text.tokenizers import JsonTokenizer
 from pdkernels.ops.quantized_weight import QuantizedWeight
@@ -246,9 +247,8 @@ def save_drafter(
 def _weights(folder: Path) -> Weights:
     binary = [name for name in ("pytorch_model.bin", "model.bin") if member(folder, name) is not None]
     if binary and not any(folder.glob("*.safetensors")):
-        remedy = "Load it with torch.load(weights_only=True) and write it with safetensors.torch.save_file."
         raise NotImplementedError(
-            f"pdkernels.{OP}: drafter must hold *.safetensors files, got {binary[0]}, which can run code. {remedy}"
+            f"pdkernels.{OP}: drafter must hold *.safetensors files, got {binary[0]}, which can run code. {FROM_TORCH}"
         )
     return Weights(folder)
 
