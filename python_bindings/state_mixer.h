@@ -24,6 +24,7 @@ struct MixerInputs {
   }
 };
 
+// In the order of NAMES in hybrid_step.py.
 enum class MixerKind : int64_t { kAttention, kConvolution, kDelta };
 
 inline MixerKind mixer_of(const MixerInputs& in, int64_t layer) {

@@ -67,7 +67,7 @@ def test_a_write_past_a_tensor_is_noticed(environment: dict[str, str]) -> None:
 
 def test_the_layers_of_a_model(environment: dict[str, str]) -> None:
     """And greedy steps: ops that are not among those of tests/ops."""
-    tests = [f"tests/models/test_whole_step{kind}.py" for kind in ("", "_experts", "_hybrid")]
+    tests = [f"tests/models/test_whole_step{kind}.py" for kind in ("", "_experts", "_hybrid", "_settings")]
     tests += [
         "tests/decoding/test_next_token.py",
         "tests/decoding/test_draft_model.py",  # greedy steps, some tokens banned

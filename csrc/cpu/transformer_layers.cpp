@@ -100,6 +100,7 @@ class Layers {
   // The first layers with a state write before attention checks anything.
   void require_states() const {
     require_rows(attention_);
+    require_positions(rope_);
     for (int64_t i = 0; i < args_.layer_count; ++i) {
       if (!args_.layers[i].state) continue;
       require_step(args_.states[i].conv);

@@ -1,6 +1,7 @@
 // Rotary embedding on the CPU: values are checked here, simd/transformer_ops.cpp computes.
 #include "ops/transformer_ops.h"
 #include "check_rows.h"
+#include "check_steps.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {
@@ -44,7 +45,7 @@ void apply_rope_append(const ApplyRopeAppendArgs& args) {
   PDK_DISPATCH(apply_rope_append, args)
 }
 
-void apply_rope(const ApplyRopeArgs& args) {
+void require_positions(const ApplyRopeArgs& args) {
   for (int64_t b = 0; b < args.batch; ++b) {
     for (int64_t row = 0; row < args.rows; ++row) {
       const int64_t position = args.positions.load(b, row);
@@ -53,6 +54,10 @@ void apply_rope(const ApplyRopeArgs& args) {
       fail("apply_rope_", b, argument, range(0, args.table_rows - 1), position, "Make longer tables.");
     }
   }
+}
+
+void apply_rope(const ApplyRopeArgs& args) {
+  require_positions(args);
   PDK_DISPATCH(apply_rope, args)
 }
 

@@ -345,6 +345,42 @@ def test_nothing_is_written_before_all_is_checked(name: str) -> None:
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, kept(cache), strict=True))
 
 
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("positions", [[0, 1000], [-7, -6]], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_positions_outside_of_the_tables_change_nothing(
+    name: str, positions: list[int], switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", switch)
+    model, tokens = a_model(CONFIGS[name]), some_tokens(1, 8)
+    cache = model.new_cache(1, 32)
+    model(tokens[:, :6], cache=cache)
+    cache.commit_(torch.tensor([6]))
+    before = kept(cache)
+    with pytest.raises(ValueError, match=r"Hybrid: positions must lie in \[-length, 34 - length\)"):
+        model(tokens[:, 6:], cache=cache, positions=torch.tensor(positions))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, kept(cache), strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_forwards_without_rows(name: str) -> None:
+    model, tokens = a_model(CONFIGS[name]), some_tokens(2, 3)
+    cache = model.new_cache(2, 8)
+    model(tokens, cache=cache)
+    cache.commit_(torch.tensor([3, 1]))
+    assert model(tokens[:, :0], cache=cache).shape == (2, 0, VOCABULARY)
+    with torch.no_grad():
+        assert model(tokens[:, :0]).shape == (2, 0, VOCABULARY)
+
+
+def test_gates_without_norms_of_heads_run_one_by_one(runs: list[int]) -> None:
+    """Then q is rotated beside its gates."""
+    model = a_model(replace(QWEN, qk_norm=False))
+    cached = model(some_tokens(2, 9), cache=model.new_cache(2, 16))
+    assert not runs
+    torch.testing.assert_close(cached, model.double()(some_tokens(2, 9)).float(), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("tokens", "options", "kind", "words"),
@@ -353,6 +389,7 @@ def test_nothing_is_written_before_all_is_checked(name: str) -> None:
         ([[1] * 9], {}, ValueError, "be at most the capacity 8"),
         ([[1], [2]], {}, ValueError, "tokens must have the batch size of the cache"),
         ([[1, 2]], {"counts": torch.tensor([3])}, ValueError, "counts must be in"),
+        ([[1, 2]], {"mask": masks.causal(2)}, TypeError, r"mask must be a TilePlan.* Call mask\.plan\(\)"),
     ],
 )
 def test_errors_are_those_of_the_layers(
@@ -374,7 +411,7 @@ def test_gates(form: mixer_ops.GateForm, dtype: torch.dtype) -> None:
     """Of rows that lie in wider ones."""
     wide = (torch.randn(2, 5, 3, 100, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     x, gate = wide.split(50, -1)
-    found = mixer_ops.gated(x[..., :37], gate[..., :37], form)
+    found = mixer_ops.gated_by(x[..., :37], gate[..., :37], form)
     forms = {"none": lambda t: t, "sigmoid": torch.sigmoid, "silu": F.silu}
     exact, plain = (forms[form](g[..., :37]) * t[..., :37] for t, g in ((x.double(), gate.double()), (x, gate)))
     assert found.is_contiguous()
@@ -414,4 +451,4 @@ def test_what_the_kernels_refuse(change: str) -> None:
 
 def test_plain_torch_where_there_is_a_gradient() -> None:
     x, gate = torch.randn(1, 2, 8, requires_grad=True), torch.randn(1, 2, 8)
-    assert mixer_ops.gated(x, gate, "silu").requires_grad and not fused.enabled(x)
+    assert mixer_ops.gated_by(x, gate, "silu").requires_grad and not fused.enabled(x)

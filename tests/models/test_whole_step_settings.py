@@ -211,6 +211,37 @@ def test_parameters_may_change(change: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(runs) == 4
 
 
+def test_the_configuration_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = a_model(CONFIGS["Gemma 3"], torch.float32), some_tokens(1, 30)
+    runs = count_runs(monkeypatch)
+
+    def forward() -> list[torch.Tensor]:
+        return [model(tokens, cache=model.new_cache(1, 32))]
+
+    before = both(monkeypatch, forward)[0]
+    for change in ({"embedding_scale": 2.0}, {"windows": windows(1, 1, None, 1)}, {"query_scale": 1.0}):
+        model.config = replace(model.config, **change)
+        found = both(monkeypatch, forward)[0]
+        assert not torch.equal(found, before)
+        before = found
+    assert len(runs) == 4
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_refused_forward_leaves_the_pages_of_windows(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", switch)
+    model = a_model(CONFIGS["Gemma 3"], torch.float32)
+    cache: Any = model.new_cache(2, 288, drafts=6)
+    model(some_tokens(2, 10), cache=cache)
+    cache.commit_(torch.tensor([10, 10]))
+    furthest = cache.furthest.clone()
+    with pytest.raises(ValueError, match="tokens must have the batch size of the cache"):
+        model(some_tokens(1, 100), cache=cache)
+    with pytest.raises(ValueError, match="counts must"):
+        model(some_tokens(2, 100), cache=cache, counts=torch.tensor([100, 100, 100]))
+    assert cache.drafts == 6 and torch.equal(cache.furthest, furthest)
+
+
 def test_experts_of_another_form_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIGS["experts"], experts=ExpertsConfig(8, 2, 24, clamp=7.0, matrix_biases=True))
     runs = count_runs(monkeypatch)

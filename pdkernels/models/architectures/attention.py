@@ -77,6 +77,17 @@ def check_mask(op: str, mask: torch.Tensor | TilePlan | None, batch: int, length
         check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
 
 
+def check_positions(op: str, positions: torch.Tensor, offsets: torch.Tensor, limit: int) -> None:
+    """Raises ValueError if `offsets`, which are at `positions` of a cache's sequences, lie outside of tables of `limit`
+    positions. Reads them."""
+    if positions.numel():
+        low, high = (int(end) for end in positions.aminmax())
+        actual = f"{int(offsets.min())}..{int(offsets.max())}"
+        remedy = "There they count from the cached length."
+        expectation = f"lie in [-length, {limit} - length) with a cache"
+        check(low >= 0 and high < limit, op, "positions", expectation, actual, remedy)
+
+
 def uncached_visibility(mask: torch.Tensor | TilePlan | None, *, causal: bool = True) -> Visibility:
     """Visibility of a full forward: a `(length, length)` or `(batch, length, length)` mask, or a plan; None: causal or
     full."""

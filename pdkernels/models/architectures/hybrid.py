@@ -24,6 +24,7 @@ from pdkernels.models.architectures.attention import (  # fmt: skip
     attend_cached,
     cached_visibility,
     check_mask,
+    check_positions,
     check_tokens,
     seen_by_layer,
     uncached_visibility,
@@ -236,12 +237,12 @@ class HybridLayer(nn.Module):
         # Under autocast norms are wider than products.
         q, k = (rows.rotated(x, config).to(v.dtype) for x in (q, k))
         mixed = rows.attend(q, k, v.contiguous(), self.index, self.slot)
-        return linear((mixer_ops.gated(mixed, gate[0], "sigmoid") if gate else mixed).flatten(-2), self.output)
+        return linear((mixer_ops.gated_by(mixed, gate[0], "sigmoid") if gate else mixed).flatten(-2), self.output)
 
     def _conv(self, x: Tensor, rows: Rows) -> Tensor:
         gate, out_gate, x = linear(x, self.inputs).chunk(3, -1)
-        convolved = rows.convolved(self.index, mixer_ops.gated(x, gate), self.conv, "none")
-        return linear(mixer_ops.gated(convolved, out_gate), self.output)
+        convolved = rows.convolved(self.index, mixer_ops.gated_by(x, gate), self.conv, "none")
+        return linear(mixer_ops.gated_by(convolved, out_gate), self.output)
 
     def _delta(self, x: Tensor, rows: Rows) -> Tensor:
         config = self.config
@@ -256,7 +257,7 @@ class HybridLayer(nn.Module):
         factor = self.decay.float() if config.plain_decay else mixer_ops.decay_factors(self.decay)
         out = rows.delta(self.index, q, k, v, a, b, (factor, self.decay_bias.float()))
         normed = fused.rms_norm(out.to(x.dtype), self.value_norm, config.norm_eps)
-        return linear(mixer_ops.gated(normed.flatten(-2), z, "silu"), self.output)
+        return linear(mixer_ops.gated_by(normed.flatten(-2), z, "silu"), self.output)
 
 
 def norm(x: Tensor, weight: Tensor, config: HybridConfig) -> Tensor:
@@ -502,7 +503,7 @@ class Hybrid(nn.Module):
         """`hybrid_step.run_forward`, where no part of the forward is another one."""
         if torch.compiler.is_compiling() or type(self) is not Hybrid or not vars(self).keys().isdisjoint(_PARTS):
             return None
-        if isinstance(mask, Tensor):
+        if mask is not None and not isinstance(mask, TilePlan):
             return None
         with nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad():
             return hybrid_step.run_forward(self, tokens, cache, counts, positions, mask, with_logits, taps)
@@ -600,8 +601,8 @@ class Hybrid(nn.Module):
         mask: TilePlan | None,
     ) -> Rows:
         batch, length = tokens.shape
-        states = States(cache, batch, length, self.device, counts, mask)
         if cache is None:
+            states = States(None, batch, length, self.device, counts, mask)
             plan = causal(length).plan(64, 64, self.device)
             visibility = uncached_visibility(plan if self._has_kernels() else plan.dense())
             seen = self._seen(visibility, length, None, positions)
@@ -609,8 +610,12 @@ class Hybrid(nn.Module):
         lengths = cache.lengths.tolist() if cache.device.type == "cpu" else None
         visibility = cached_visibility(cast(Cache, cache), lengths, counts, length, mask)
         offsets = torch.arange(length, device=self.device) if positions is None else positions
-        rotation = self._rotation(cache.lengths[:, None] + offsets, cache.capacity + length)
+        places = cache.lengths[:, None] + offsets
+        if lengths is not None:
+            check_positions("Hybrid", places, offsets, cache.capacity + length)
+        rotation = self._rotation(places, cache.capacity + length)
         seen = self._seen(visibility, length, cache.lengths, positions)
+        states = States(cache, batch, length, self.device, counts, mask)  # last: it changes the cache
         return Rows(rotation, visibility, cache, counts, states, None, seen)
 
     def _has_kernels(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pdkernels.cache import HybridCache
 from pdkernels.masks import TilePlan
 from pdkernels.models.architectures import fused, whole_step
-from pdkernels.models.architectures.attention import check_mask, plan_of
+from pdkernels.models.architectures.attention import check_mask, check_positions, plan_of
 from pdkernels.models.architectures.states import parents_of
 from pdkernels.models.architectures.whole_step import MixerArguments, Names, Parts, StatesArguments, StateStepArguments
 
@@ -22,7 +22,8 @@ NAMES: dict[str, Names] = {
     "delta": (*_BEGIN, "inputs", None, "conv", "decay", "decay_bias", "value_norm", *_END),
 }
 """The parameters of a layer by its mixer, in the order of `ParameterReader` in
-python_bindings/transformer_parameters.h; None: what such a layer has not."""
+python_bindings/transformer_parameters.h; None: what such a layer has not. Mixers are in the order of `MixerKind` in
+state_mixer.h there."""
 
 
 class HybridBinding(whole_step.Binding):
@@ -57,6 +58,11 @@ def run_forward(
     if plan is None or not whole_step.serves(tokens, cache, table) or model.binding.of(model) is None:  # type: ignore[arg-type]
         return None
     check_mask("Hybrid", mask, batch, rows, tokens.device)
+    rotation = table
+    if positions is not None:
+        places = cache.lengths[:, None] + positions
+        check_positions("Hybrid", places, positions, cache.capacity + rows)
+        rotation = table.kept_for(places)
     parents = None if mask is None else parents_of(mask)
     step = cache.begin_(rows, counts, parents=parents, compute_all=mask is not None)
     every = cache.states.values()
@@ -66,6 +72,5 @@ def run_forward(
         cache.state_lengths,
         StateStepArguments(step.pending_index, step.parents, step.counts, step.keep),
     )
-    rotation = table if positions is None else table.kept_for(cache.lengths[:, None] + positions)
     span = None, [*taps], 0, config.layers, with_logits
     return whole_step.results_of(model, tokens, span, cache, (counts, None), (rotation, None), [], plan, None, states)  # type: ignore[arg-type]

@@ -56,14 +56,15 @@ def enabled(x: Tensor) -> bool:
     return resolve("linear", "auto", x.device) == "native"
 
 
-def gated(x: Tensor, gate: Tensor, form: GateForm = "none") -> Tensor:
+def gated_by(x: Tensor, gate: Tensor, form: GateForm = "none") -> Tensor:
     """``x * form(gate)`` of ``(batch, rows, ..)`` each, rounded once by the op.
 
-    >>> gated(torch.full((1, 1, 2), 3.0), torch.zeros(1, 1, 2), "sigmoid")
+    >>> gated_by(torch.full((1, 1, 2), 3.0), torch.zeros(1, 1, 2), "sigmoid")
     tensor([[[1.5000, 1.5000]]])
     """
-    if enabled(x):
-        flat = (t.reshape(t.shape[0] * t.shape[1], -1, t.shape[-1]) for t in (x, gate))
+    if enabled(x) and gate.dtype == x.dtype:
+        rows, groups = x.shape[0] * x.shape[1], x.shape[2:-1].numel()
+        flat = (t.reshape(rows, groups, t.shape[-1]) for t in (x, gate))
         out: Tensor = _gate(*flat, form)
         return out.view(x.shape)
     if form == "silu":
@@ -89,7 +90,7 @@ def centred_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     >>> centred_rms_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([0.0, 1.0]), 0.0)
     tensor([[1., 2.]])
     """
-    if enabled(x) and weight.is_contiguous():
+    if enabled(x) and weight.is_contiguous() and weight.dtype == x.dtype:
         y: Tensor = _norm(x, weight, eps)
         return y
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -28,6 +28,7 @@ from pdkernels.models.architectures.attention import (
     Visibility,
     cached_visibility,
     check_mask,
+    check_positions,
     check_tokens,
     seen_by_layer,
     uncached_visibility,
@@ -657,13 +658,8 @@ class Transformer(nn.Module):
                 table, cache.lengths[:, None] + torch.arange(rows, device=cache.lengths.device)
             )
         positions = cache.lengths[:, None] + offsets
-        if lengths is not None and offsets.numel():
-            low, high = (int(value) for value in positions.aminmax())
-            limit = cache.capacity + rows
-            actual = f"{int(offsets.min())}..{int(offsets.max())}"
-            remedy = "There they count from the cached length."
-            expectation = f"lie in [-length, {limit} - length) with a cache"
-            check(low >= 0 and high < limit, "Transformer", "positions", expectation, actual, remedy)
+        if lengths is not None:
+            check_positions("Transformer", positions, offsets, cache.capacity + rows)
         return visibility, self._rotation(table, positions)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +78,14 @@ class TransformerParameters(NamedTuple):
 
     def add_layer(self, layer: Layer) -> None:
         """KeyError: it keeps some in another way."""
-        every = layer._parameters | layer._modules
+        every: dict[Any, Any] = dict(layer._parameters | layer._modules)
+        every[None] = None
         names = LAYERS[type(layer)]
-        for name in names if isinstance(names, tuple) else names[layer.mixer]:
+        for name in names if isinstance(names, tuple) else names[cast(Any, layer).mixer]:
             if name in _MATRICES:
                 self.add_matrix(every[name])
             else:
-                self.tensors.append(None if name is None else every[name])  # type: ignore[arg-type]
+                self.tensors.append(every[name])
 
     def add_matrix(self, weight: Any) -> None:
         """None: there is none."""
@@ -332,19 +333,20 @@ class Binding:
     """The parameters of a model as the op works on them.
 
     They are bound again after a change of the objects that hold them: a parameter, a buffer or a layer that was
-    replaced, a hook or a method of a layer. Tensors that got other memory (`.data`, `.to`) are read again by the op.
+    replaced, a hook or a method of a layer, or the configuration. Tensors that got other memory (`.data`, `.to`) are read again by the op.
     What is bound stays in memory until then: `drop` forgets it. Copies of a model start without.
     """
 
     def __init__(self) -> None:
         # Together, because several threads may run the model.
-        self._kept: tuple[Seen, Tensor | None] | None = None
+        self._kept: tuple[Seen, Tensor | None, Any] | None = None
 
     def of(self, model: Any) -> Tensor | None:
         """None: some layer is another class, has hooks, or keeps its parameters in another way."""
         kept = self._kept
-        if kept is None or not unchanged(*kept[0]):
-            kept = self._kept = Seen.of(model, self.holders(model)), _bound(model, self.parts(model))
+        if kept is None or kept[2] is not model.config or not unchanged(*kept[0]):
+            config = model.config
+            kept = self._kept = Seen.of(model, self.holders(model)), _bound(model, self.parts(model)), config
         return kept[1]
 
     def parts(self, model: Any) -> Parts:
@@ -463,6 +465,8 @@ def run_forward(
     tables = rotations(model, cache.capacity + rows)
     if not serves(tokens, cache, tables[0]):
         return None
+    if not _counts_fit(cache, batch, counts):
+        return None
     check_mask("Transformer", mask, batch, rows, tokens.device)
     lora = AdaptedRows.of(cache.adapters, rows, None, tokens.device)
     expect_(cache, rows, counts)
@@ -472,6 +476,12 @@ def run_forward(
         return results
     hidden, logits, features = results
     return hidden, fused.capped(logits, config.logits_softcap), features
+
+
+def _counts_fit(cache: Cache, batch: int, counts: Tensor | None) -> bool:
+    """Whether these are arguments that a cache may be prepared for."""
+    indices = counts is None or (counts.shape == (batch,) and not counts.is_floating_point())
+    return cache.batch == batch and indices
 
 
 def results_of(
@@ -493,9 +503,11 @@ def results_of(
     try:
         adapted = AdaptedArguments([], None, []) if lora is None else lora.arguments(model.norm)
         k, v, table, more_k, more_v, more_tables, groups = places(cache)
+        cos, sin, window_cos, window_sin = tables_of(*rotations)
         arguments = LayersArguments(
             bound, x, *span, k, v, cache.lengths, *rows, table, more_k, more_v, more_tables, groups, plan.q_len,
-            *tables_of(*rotations), rotations[0].positions, starts, adapted, plan.arguments, *states,
+            cos, sin, window_cos, window_sin, rotations[0].positions, starts, adapted, plan.arguments,
+            states.states, states.pending, states.state_lengths, states.step,
         )  # fmt: skip
         results: tuple[Tensor, Tensor, Tensor] = run_counted(
             _run, (*arguments[:-6], *adapted, *plan.arguments, *states[:-1], *states.step), _WRITES
