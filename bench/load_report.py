@@ -43,6 +43,8 @@ def _run(run: dict[str, Any]) -> str:
         for name, one in run["figures"].items()
         if one["failed"]
     )
+    failures = [f"{server} was not measured: {why[-200:]}" for server, why in run.get("failed", {}).items()]
+    failed = "; ".join(part for part in (failed, *failures) if part)
     tried = "; ".join(_tried(server, each) for server, each in run["tried"].items() if each)
     tried = f"Settings tried, new tokens a second: {tried}." if tried else ""
     return "\n\n".join(
@@ -71,5 +73,5 @@ def _rounded(number: float) -> str:
 
 
 def _tried(server: str, by_setting: dict[str, float | None]) -> str:
-    shown = (f"{name} {'refused' if speed is None else _rounded(speed)}" for name, speed in by_setting.items())
+    shown = (f"{name} {'failed' if speed is None else _rounded(speed)}" for name, speed in by_setting.items())
     return f"{server}: {', '.join(shown)}"

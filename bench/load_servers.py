@@ -152,42 +152,60 @@ def dequantized(file: Path, folder: Path) -> Path:
     return target
 
 
-def servers(shape: str, folder: Path, given: argparse.Namespace) -> list[Server]:
+def servers(shape: str, folder: Path, given: argparse.Namespace, failed: dict[str, str]) -> list[Server]:
     """Those that are given, with what they read.
 
     Args:
         shape: of the model, a key of `SHAPES`.
         folder: where their files are.
         given: the command line of `bench.server_load`.
+        failed: gets why those are left out whose files cannot be made, by their names.
     """
-    file, threads = model_file(shape, folder), str(given.threads)
+    file, found = model_file(shape, folder), list[Server]()
     peft, lora = adapters(SHAPES[shape], folder)
-    environment, found = {"OMP_NUM_THREADS": threads}, list[Server]()
     if "pdkernels" in given.engines:
-        ours = [sys.executable, "-m", "pdkernels", "serve", "--model", str(file), "--name", "load"]
-        ours += ["--adapter", f"style={peft}", "--threads", threads, "--max-new-tokens", "256"]
-        ours += ["--method", "autoregressive"]
-        for kind in given.caches:
-            cache = [] if kind == "float32" else ["--cache-dtype", kind]
-            found.append(Server("pdkernels", [*ours, *cache], environment, f"caches in {kind}"))
+        found += _ours(file, peft, given)
     if "llama.cpp" in given.engines and given.llama_server is not None:
-        theirs = [str(given.llama_server), "-m", str(file), "--lora", str(lora), "--lora-init-without-apply"]
-        theirs += ["-t", threads, "-tb", threads, "--no-webui", *shlex.split(given.llama_options)]
-        found.append(Server("llama.cpp", theirs, environment))
+        found.append(_llama(file, lora, given))
     if "vLLM" in given.engines and given.vllm_python is not None:
-        plain = dequantized(file, folder)
-        theirs = [str(given.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(plain)]
-        theirs += ["--served-model-name", "load", "--max-model-len", str(LONGEST_CHAT), "--enable-lora"]
-        theirs += ["--lora-modules", f"style={peft}", "--max-lora-rank", str(_RANK)]
-        theirs += shlex.split(given.vllm_options)
-        variables = {
-            "VLLM_CPU_KVCACHE_SPACE": str(given.vllm_gigabytes),
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{given.threads - 1}",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        found.append(Server("vLLM", theirs, environment | variables))
+        try:
+            found.append(_vllm(dequantized(file, folder), peft, given))
+        except Exception as error:
+            failed[Server("vLLM", [], {}, given.vllm_options).name("")] = f"{type(error).__name__}: {error}"
     return found
+
+
+def _ours(file: Path, peft: Path, given: argparse.Namespace) -> list[Server]:
+    threads = str(given.threads)
+    ours = [sys.executable, "-m", "pdkernels", "serve", "--model", str(file), "--name", "load"]
+    ours += ["--adapter", f"style={peft}", "--threads", threads, "--max-new-tokens", "256"]
+    ours += ["--method", "autoregressive"]
+    found = list[Server]()
+    for kind in given.caches:
+        cache = [] if kind == "float32" else ["--cache-dtype", kind]
+        found.append(Server("pdkernels", [*ours, *cache], {"OMP_NUM_THREADS": threads}, f"caches in {kind}"))
+    return found
+
+
+def _llama(file: Path, lora: Path, given: argparse.Namespace) -> Server:
+    threads, options = str(given.threads), given.llama_options
+    theirs = [str(given.llama_server), "-m", str(file), "--lora", str(lora), "--lora-init-without-apply"]
+    theirs += ["-t", threads, "-tb", threads, "--no-webui", *shlex.split(options)]
+    return Server("llama.cpp", theirs, {"OMP_NUM_THREADS": threads}, options)
+
+
+def _vllm(plain: Path, peft: Path, given: argparse.Namespace) -> Server:
+    theirs = [str(given.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(plain)]
+    theirs += ["--served-model-name", "load", "--max-model-len", str(LONGEST_CHAT), "--enable-lora"]
+    theirs += ["--lora-modules", f"style={peft}", "--max-lora-rank", str(_RANK), *shlex.split(given.vllm_options)]
+    variables = {
+        "OMP_NUM_THREADS": str(given.threads),
+        "VLLM_CPU_KVCACHE_SPACE": str(given.vllm_gigabytes),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{given.threads - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Server("vLLM", theirs, variables, given.vllm_options)
 
 
 def _write_dequantized(file: Path, target: Path) -> None:

@@ -15,7 +15,9 @@ Every server has settings (`bench.load_servers.SETTINGS`) that its documentation
 of its own, and the one with the most new tokens goes on; the record has them all. `--tune 0` takes the first.
 
 A run is a model and a length of its slices. A server is written down as soon as its slices have ended; started again, the command measures
-those that are missing. With `--folder` files and slices are kept there, too, and `--again` measures the given servers anew.
+those that are missing. With `--folder` files and slices are kept there, too, each for the command, the environment, the threads and the
+versions that it was measured with, and `--again` measures the given servers anew. A server that fails is written down as failed, the others
+are measured, and the command fails at the end.
 
 A request without a first token when a slice ends counts with the time that it has waited: a lower bound. Greedy answers of ours must be
 those that `generate` gives alone, and none of our requests may fail, or no figure counts; what fails of a peer's is counted.
@@ -74,13 +76,17 @@ class Bench(NamedTuple):
 
 def one_slice(bench: Bench, server: Server, setting: str, seed: int, seconds: float) -> dict[str, Any]:
     """Runs it in a process of its own, unless the folder has it."""
-    name = "-".join(word.strip(",") for word in f"{server.name(setting)} {seconds:g} {bench.rate:g} {seed}".split())
+    words = f"{server.name(setting)} {seconds:g} {bench.rate:g} {seed}".replace("/", "_").split()
+    name = "-".join(word.strip(",") for word in words)
     kept, log = bench.folder / "slices" / f"{name}.json", bench.folder / f"{name}.log"
+    made_with = _made_with(bench, server, setting)
     if kept.exists() and not bench.given.again:
-        return dict(json.loads(kept.read_text()))
+        found = dict(json.loads(kept.read_text()))
+        if found.get("made_with") == made_with:
+            return found
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [*server.command, *shlex.split(SETTINGS[server.engine][setting]), "--port", str(port)]
+    command = [*made_with["command"], "--port", str(port)]
     spec = {
         "engine": server.engine, "command": command, "port": port, "seed": seed, "rate": bench.rate, "seconds": seconds,
         "clients": CLIENTS, "log": str(log), "env": server.environment, "start": _STARTS[server.engine],
@@ -92,8 +98,19 @@ def one_slice(bench: Bench, server: Server, setting: str, seed: int, seconds: fl
         last = log.read_text()[-1000:] if log.exists() else ""
         raise SystemExit(f"a slice of {server.name(setting)} failed; its last words: {last}")
     kept.parent.mkdir(exist_ok=True)
-    kept.write_bytes(done.stdout)
-    return dict(json.loads(done.stdout))
+    found = {**json.loads(done.stdout), "made_with": made_with}
+    kept.write_text(json.dumps(found))
+    return found
+
+
+def _made_with(bench: Bench, server: Server, setting: str) -> dict[str, Any]:
+    """What a slice that is kept must have been measured with: as JSON has it."""
+    return {
+        "command": [*server.command, *shlex.split(SETTINGS[server.engine][setting])], "environment": server.environment,
+        "around": bench.given.around, "clients": CLIENTS, "threads": bench.given.threads, "machine": processor(),
+        "python": sys.version.split()[0], "versions": {"pdkernels": pd.__version__, "torch": torch.__version__},
+        "changed": Path(server.command[0]).stat().st_mtime if Path(server.command[0]).exists() else None,
+    }  # fmt: skip
 
 
 def percentile(values: list[float], share: float) -> float | None:
@@ -113,40 +130,44 @@ def _ms(seconds: list[float], share: float) -> float | None:
 
 def figures(slices: list[dict[str, Any]], tokenizer: Any, seconds: float) -> dict[str, Any]:
     """Of all slices of a server together."""
-    first, gaps, speeds, waited = list[float](), list[float](), list[float](), 0
+    gaps, speeds, waited = list[float](), list[float](), 0
     by_kind: dict[str, list[float]] = {}
     errors = list[str]()
-    prompts = tokens = done = left = 0
+    prompts = tokens = done = left = empty = 0
     for request in [request for each in slices for request in each["requests"]]:
         if request.get("error"):
             errors.append(f"{request['kind']}: {request['error']}")
             continue
         times, text = request.get("times", []), "".join(request.get("texts", []))
-        if not times:
+        has_ended, until_first = request.get("ended") is not None, by_kind.setdefault(request["kind"], [])
+        if not times and not has_ended:
             if request["at"] < seconds:
                 waited += 1
-                first.append(seconds - request["at"])
+                until_first.append(seconds - request["at"])
             continue
         whole = request["usage"] is not None and request["kind"] != "cancelled"
-        count = request["usage"]["completion_tokens"] if whole else len(tokenizer.encode(text))
+        count = request["usage"]["completion_tokens"] if whole else len(tokenizer.encode(text)) if text else 0
         prompts += len(tokenizer.encode_chat([{"role": "user", "content": request["text"]}]))
         tokens += count
-        done += request["ended"] is not None
-        left += request["ended"] is None
-        first.append(times[0] - request["at"])
-        by_kind.setdefault(request["kind"], []).append(times[0] - request["at"])
+        done += has_ended
+        left += not has_ended
+        if not times:
+            empty += 1
+            continue
+        until_first.append(times[0] - request["at"])
         gaps += [later - earlier for earlier, later in zip(times, times[1:])]
         if request["kind"] in ("greedy", "sampled") and count >= 16 and times[-1] > times[0]:
             speeds.append((count - 1) / (times[-1] - times[0]))
     total, quarters = seconds * len(slices), [each["resident_mb"] for each in slices]
+    first = [one for times in by_kind.values() for one in times]
     return {
         "tokens_per_second": tokens / total, "prompt_tokens_per_second": prompts / total, "requests_per_second": done / total,
         "first_ms": [_ms(first, share) for share in (0.5, 0.99)],
         "gap_ms": [_ms(gaps, share) for share in (0.5, 0.99)],
-        "requests": len(first) + len(errors), "done": done, "left": left, "waited": waited,
+        "requests": len(first) + len(errors) + empty, "done": done, "empty": empty, "left": left, "waited": waited,
         "failed": len(errors), "errors": sorted({error[:200] for error in errors})[:4],
         "fairness": sum(speeds) ** 2 / (len(speeds) * sum(speed**2 for speed in speeds)) if speeds else None,
-        "first_ms_by_kind": {kind: _ms(times, 0.5) for kind, times in sorted(by_kind.items())},
+        "first_ms_by_kind": {kind: _ms(times, 0.5) for kind, times in sorted(by_kind.items()) if times},
         "resident_mb": max(map(max, quarters)), "resident_mb_by_quarter": [max(each) for each in zip(*quarters, strict=True)],
         "load": max(each["load"] for each in slices),
     }  # fmt: skip
@@ -182,7 +203,7 @@ def best_setting(bench: Bench, server: Server, tokenizer: Any, tried: dict[str, 
             try:
                 found = figures([one_slice(bench, server, setting, _TUNED, seconds)], tokenizer, seconds)
                 tried[setting] = found["tokens_per_second"]
-            except SystemExit as error:  # an engine that refuses a setting has others
+            except (Exception, SystemExit) as error:  # an engine that fails with a setting has others
                 print(f"{server.name(setting)} is left out: {error}", file=sys.stderr)
                 tried[setting] = None
             bench.save()
@@ -193,11 +214,17 @@ def best_setting(bench: Bench, server: Server, tokenizer: Any, tried: dict[str, 
 
 
 def measure(bench: Bench, run: dict[str, Any]) -> None:
-    """All given servers that `run` does not have. One that fails does not keep the others from it."""
+    """All given servers that `run` does not have. One that fails does not keep the others from it: `run` has why, and it
+    raises SystemExit at the end."""
     file, given, failed = model_file(bench.model, bench.folder), bench.given, dict[str, str]()
     tokenizer = pd.models.load(file).tokenizer
     chosen, slices = dict[str, tuple[Server, str]](), dict[str, list[dict[str, Any]]]()
-    for server in servers(bench.model, bench.folder, given):
+    try:
+        ready = servers(bench.model, bench.folder, given, failed)
+    except (Exception, SystemExit) as error:
+        ready = []
+        failed.update(dict.fromkeys(given.engines, _why(error)))
+    for server in ready:
         label = server.name("")
         known = [name for name, one in run["figures"].items() if one["server"] == label]
         if known and not given.again:
@@ -209,21 +236,29 @@ def measure(bench: Bench, run: dict[str, Any]) -> None:
             tried.clear()
         try:
             chosen[label] = server, best_setting(bench, server, tokenizer, tried)
-        except SystemExit as error:
-            failed[label] = str(error)
+        except (Exception, SystemExit) as error:
+            failed[label] = _why(error)
     for seed in range(given.rounds):
         for label, (server, setting) in chosen.items():
+            if label in failed:
+                continue
             try:
                 slices.setdefault(label, []).append(one_slice(bench, server, setting, seed, given.seconds))
-            except SystemExit as error:
-                failed[label] = str(error)
-            if len(slices[label]) == given.rounds:
-                run["figures"][server.name(setting)] = {"server": label} | _whole(
-                    bench, server, slices[label], tokenizer
-                )
-                bench.save()
+                if len(slices[label]) == given.rounds:
+                    whole = _whole(bench, server, slices[label], tokenizer)
+                    run["figures"][server.name(setting)] = {"server": label, **whole}
+                    bench.save()
+            except (Exception, SystemExit) as error:
+                failed[label] = _why(error)
+    over = {*given.engines, *(server.name("") for server in ready), *(one["server"] for one in run["figures"].values())}
+    run["failed"] = {label: why for label, why in run.get("failed", {}).items() if label not in over} | failed
+    bench.save()
     if failed:
         raise SystemExit("\n".join(f"{label} was not measured: {why}" for label, why in failed.items()))
+
+
+def _why(error: BaseException) -> str:
+    return str(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
 
 
 def _whole(bench: Bench, server: Server, slices: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
@@ -265,6 +300,7 @@ def main() -> None:
     given = parser.parse_args()
     given.seconds = 60 * given.minutes if given.minutes else given.seconds
     found: dict[str, Any] = json.loads(given.to.read_text()) if given.to.exists() else {}
+    failures = list[str]()
     with tempfile.TemporaryDirectory() as temporary:
         for model in given.model:
             rate, folder = given.rate or SHAPES[model].rate, (given.folder or Path(temporary)) / model
@@ -275,12 +311,21 @@ def main() -> None:
             }  # fmt: skip
             name = f"{model}, {given.seconds:g} s"
             run = found.setdefault(name, {**facts, "tried": {}, "figures": {}})
-            if {fact: run.get(fact) for fact in facts} != facts:
+            if others := [
+                f"{fact} {run.get(fact)!r}, not {facts[fact]!r}" for fact in facts if run.get(fact) != facts[fact]
+            ]:
                 if not given.again:
-                    raise SystemExit(f"{name} in {given.to} is of another machine or rate: --again measures it anew")
+                    left = f"{name!r} in {given.to} was measured with {'; '.join(others)}, and is left as it is"
+                    failures.append(f"{left}: --again measures it anew, and another length or --to is a run of its own")
+                    continue
                 found[name] = run = {**facts, "tried": {}, "figures": {}}
-            measure(Bench(model, folder, rate, given, lambda: write(given.to, found)), run)
+            try:
+                measure(Bench(model, folder, rate, given, lambda: write(given.to, found)), run)
+            except (Exception, SystemExit) as error:
+                failures.append(f"{name}: {_why(error)}")
     print(load_table(given.to))
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 if __name__ == "__main__":

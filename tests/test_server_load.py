@@ -61,7 +61,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         slices = Slices(speeds)
         monkeypatch.setattr(server_load, "one_slice", slices)
         given = argparse.Namespace(
-            **{"tune": 10.0, "settings": "", "seconds": 10.0, "rounds": 1, "again": False} | changes
+            **{"engines": list(SETTINGS), "tune": 10.0, "settings": "", "seconds": 10.0, "rounds": 1, "again": False}
+            | changes
         )
         server_load.measure(server_load.Bench("smollm2", tmp_path, 1.0, given, lambda: None), run)
         return slices.asked, run
@@ -90,6 +91,110 @@ def test_a_server_that_does_not_start_keeps_no_other_from_it(measured: Any) -> N
     assert asked[-1][0] == "llama.cpp, 16 slots" and not any(name.startswith("vLLM") for name, *_ in asked)
 
 
+@pytest.mark.parametrize("error", [SystemExit("an answer is another"), RuntimeError("no file")])
+def test_a_server_whose_answers_fail_keeps_no_other_from_it(
+    measured: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    whole = server_load._whole
+
+    def failing(bench: Any, server: Server, *more: Any) -> dict[str, Any]:
+        if server.engine == "llama.cpp":
+            raise error
+        return whole(bench, server, *more)
+
+    monkeypatch.setattr(server_load, "_whole", failing)
+    with pytest.raises(SystemExit, match="llama.cpp was not measured"):
+        measured({}, tune=0.0)
+    monkeypatch.setattr(server_load, "_whole", whole)
+    asked, run = measured({}, tune=0.0)
+    assert [name for name, *_ in asked] == ["llama.cpp, 16 slots"] and run["failed"] == {}
+    assert {one["server"] for one in run["figures"].values()} == {"llama.cpp", "vLLM"}
+
+
+def test_files_that_cannot_be_made_are_written_down(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server_load, "servers", fails)
+        with pytest.raises(SystemExit, match="vLLM was not measured: OSError: no room"):
+            measured({}, tune=0.0)
+    _, run = measured({}, tune=0.0)
+    assert run["failed"] == {} and len(run["figures"]) == 2
+
+
+def test_a_kept_slice_is_of_the_same_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = list[Any]()
+
+    def run(words: list[str], **_: Any) -> Any:
+        started.append(json.loads(words[-1]))
+        return SimpleNamespace(returncode=0, stdout=json.dumps(made_up(4)).encode())
+
+    monkeypatch.setattr(server_load.subprocess, "run", run)
+    given = argparse.Namespace(again=False, around="", threads=2)
+    bench = server_load.Bench("smollm2", tmp_path, 1.0, given, lambda: None)
+    one, other = Server("llama.cpp", ["a"], {}), Server("llama.cpp", ["a", "-x"], {})
+    for server in (one, one, other, other._replace(environment={"A": "1"})):
+        server_load.one_slice(bench, server, "16 slots", 0, 10.0)
+    given.threads = 4
+    server_load.one_slice(bench, one, "16 slots", 0, 10.0)
+    assert [spec["command"][:2] for spec in started] == [["a", "-np"], ["a", "-x"], ["a", "-x"], ["a", "-np"]]
+
+
+def test_options_of_peers_are_in_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(load_servers, "model_file", lambda *_: tmp_path / "model.gguf")
+    monkeypatch.setattr(load_servers, "adapters", lambda *_: (tmp_path, tmp_path))
+
+    def fails(*_: Any) -> Any:
+        raise OSError("no room")
+
+    monkeypatch.setattr(load_servers, "dequantized", fails)
+    given = argparse.Namespace(
+        engines=list(SETTINGS), caches=["float16"], threads=2, llama_server=Path("l"), llama_options="-fa on",
+        vllm_python=Path("v"), vllm_options="--seed 1", vllm_gigabytes=4,
+    )  # fmt: skip
+    failed = dict[str, str]()
+    found = load_servers.servers("smollm2", tmp_path, given, failed)
+    assert [server.name("") for server in found] == ["pdkernels, caches in float16", "llama.cpp, -fa on"]
+    assert failed == {"vLLM, --seed 1": "OSError: no room"}
+
+
+def test_an_answer_without_text_has_ended() -> None:
+    given = made_up(4)
+    silent = {"kind": "schema", "at": 2.0, "text": "a", "most": 9, "times": [], "texts": [], "ended": 3.0}
+    given["requests"].append({**silent, "usage": {"completion_tokens": 1}, "error": None})
+    found = server_load.figures([given], TOKENIZER, 10.0)
+    assert (found["requests"], found["done"], found["waited"], found["empty"]) == (4, 2, 1, 1)
+
+
+def test_what_waits_counts_in_its_kind() -> None:
+    given = made_up(4)
+    for request in given["requests"]:
+        request["kind"] = "greedy" if request["times"] else "schema"
+    assert server_load.figures([given], TOKENIZER, 10.0)["first_ms_by_kind"] == {"greedy": 1000.0, "schema": 9000.0}
+
+
+def test_a_record_of_another_kind_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = tmp_path / "some.json"
+    figures = {"vLLM, 16 rows": {"server": "vLLM", "checked": 0, **server_load.figures([made_up(4)], TOKENIZER, 10.0)}}
+    run = {"file": "old.gguf", "machine": "x", "rate": 4.0, "seconds": 60.0, "rounds": 1, "threads": 2}
+    record.write_text(json.dumps({"smollm2, 60 s": {**run, "tried": {}, "figures": figures}}))
+    before, asked = record.read_text(), list[str]()
+
+    def measure(bench: Any, _: Any) -> None:
+        asked.append(bench.model)
+        raise OSError("no file")
+
+    monkeypatch.setattr(server_load, "measure", measure)
+    words = ["server_load", "--model", *SHAPES, "--to", str(record), "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(
+        SystemExit, match=r"'old.gguf', not 'SmolLM2-135M, Q4_0'.* left as it is(?s:.*)OSError: no file"
+    ):
+        server_load.main()
+    assert record.read_text() == before and asked == ["qwen3-1.7b"]
+
+
 def test_figures_count_what_waits_and_what_fails() -> None:
     found = server_load.figures([made_up(4)], TOKENIZER, 10.0)
     assert found["tokens_per_second"] == 4 and found["prompt_tokens_per_second"] == 0.3
@@ -105,12 +210,22 @@ def test_the_table_has_each_run_with_its_facts(tmp_path: Path) -> None:
     figures["pdkernels, 8 rows"] = {**figures["vLLM, 16 rows"], "failed": 0, "checked": 3}
     path = tmp_path / "some.json"
     path.write_text(
-        json.dumps({"a": {**facts, "tried": {"vLLM": {"16 rows": 4.0, "32 rows": None}}, "figures": figures}})
+        json.dumps(
+            {
+                "a": {
+                    **facts,
+                    "tried": {"vLLM": {"16 rows": 4.0, "32 rows": None}},
+                    "figures": figures,
+                    "failed": {"llama.cpp": "it does not start"},
+                }
+            }
+        )  # fmt: skip
     )
     text = load_table(path)
     assert "| vLLM, 16 rows | 4.0 | 0 | 1 of 3 | 1,000 | 9,000 | 7,000 | 7,000 | 1.00 | 3 |" in text
     assert "a file, 1 requests a second, one slice of 600 s, 2 threads, 3 answers of ours compared; a machine" in text
-    assert "vLLM: 16 rows 4.0, 32 rows refused" in text and "1 requests failed (adapter: HTTP/1.1 500)" in text
+    assert "vLLM: 16 rows 4.0, 32 rows failed" in text and "1 requests failed (adapter: HTTP/1.1 500)" in text
+    assert "llama.cpp was not measured: it does not start" in text
 
 
 @pytest.mark.parametrize("shape", SHAPES)
