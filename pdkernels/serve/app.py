@@ -20,7 +20,7 @@ try:
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.middleware.cors import CORSMiddleware
-    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
     from pydantic import ValidationError
     from starlette.exceptions import HTTPException
 except ModuleNotFoundError as missing:
@@ -34,7 +34,7 @@ from pdkernels.serve.compiling import GrammarPool
 from pdkernels.serve.description import describe, methods_of
 from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure, why_closed
 from pdkernels.serve.frontend import Frontend
-from pdkernels.serve.gate import Gate, log_failure
+from pdkernels.serve.gate import Escaped, Gate, log_failure
 from pdkernels.serve.messages_api import add_messages
 from pdkernels.serve.metrics import prometheus
 from pdkernels.serve.options import MethodSettings, placed
@@ -137,7 +137,7 @@ def create_app(
         )
     app.state.engine, app.state.grammars = engine, grammars
 
-    def refused(request: Request, error: Exception) -> JSONResponse:
+    def refused(request: Request, error: Exception) -> Escaped:
         parameter, code, headers = None, None, dict[str, str]()
         text, status = of_failure(error)
         if isinstance(error, Refused):
@@ -154,16 +154,16 @@ def create_app(
             log_failure(request.method, request.url.path, error)
         else:
             text, parameter = placed(text)
-        return JSONResponse(error_body(text, status, parameter, code), status, headers)
+        return Escaped(error_body(text, status, parameter, code), status, headers)
 
     for kind in (Refused, EngineFull, ValueError, TypeError, NotImplementedError, RuntimeError, HTTPException):
         app.add_exception_handler(kind, refused)
 
     @app.exception_handler(ValidationError)  # of a chat that another route's body was translated into
     @app.exception_handler(RequestValidationError)
-    async def misformed(_request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
+    async def misformed(_request: Request, error: RequestValidationError | ValidationError) -> Escaped:
         text, parameter = invalid(error.errors())
-        return JSONResponse(error_body(text, 400, parameter), 400)
+        return Escaped(error_body(text, 400, parameter), 400)
 
     service = Service(front, grammars, bounds.seconds)
 

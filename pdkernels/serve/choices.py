@@ -23,9 +23,11 @@ class Rest(NamedTuple):
     """What follows a thought whose budget is spent."""
 
     generation: Generation | None
-    """None: there is no room for more."""
+    """None: there is no room or no time for more."""
     forced: int
     """Tokens that close the thought."""
+    late: bool = False
+    """Whether there is no time for more."""
 
 
 class Choice:
@@ -65,7 +67,7 @@ class Choice:
         self.marks, self._closing, self._go_on = marks, closing, go_on
         self._stops, self._cut, self._decoder = stops, StopCut(stops), tokenizer.incremental()
         self._ended = list[Generation]()
-        self._forced, self._full, self._cancelled = 0, False, False
+        self._forced, self._late, self._cancelled = 0, False, False
         self.text = ""
         """What `news` has read so far, thoughts and calls included."""
         self.thought_tokens = 0
@@ -129,7 +131,7 @@ class Choice:
             try:
                 continuation = await in_thread(go_on, tokens, closes)
                 break
-            except EngineFull:  # the request was let in once
+            except EngineFull:  # the request was let in once, and ends when its time is over
                 await asyncio.sleep(_AGAIN)
                 if self._cancelled:
                     return False, news
@@ -138,6 +140,7 @@ class Choice:
             # Stop strings are searched for in what the model writes, and the rest is a text of its own for that.
             self._cut, self._decoder = StopCut(self._stops), self.tokenizer.incremental()
             self._forced, self.thought_tokens = continuation.forced, self.thought_tokens + continuation.forced
+        self._late = continuation.late
         if continuation.generation is not None:
             self._ended.append(self.handle)
             self.handle = continuation.generation
@@ -187,7 +190,7 @@ class Choice:
     def reason(self) -> str:
         """OpenAI's name of why it ended; a time limit has none there."""
         found, parser = self._cut.found is not None, self._parser
-        reason = "stop" if found else self.handle.finish_reason or "stop"
+        reason = "stop" if found else "timeout" if self._late else self.handle.finish_reason or "stop"
         if parser is None or not (reason == "stop" or parser.over):
             return reason
         if parser.unfinished:

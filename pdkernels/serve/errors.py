@@ -107,8 +107,9 @@ def why_closed(failure: BaseException | None) -> str:
 
 
 @contextmanager
-def renamed(fields: Mapping[str, str]) -> Iterator[None]:
-    """Errors of a chat in which a request was translated, with the request's own fields.
+def renamed(fields: Mapping[str, str], inside: bool = True) -> Iterator[None]:
+    """Errors of a chat in which a request was translated, with the request's own fields. Unless places `inside` its
+    messages are those of the request, they are left out: the chat may have others.
 
     >>> with renamed({"messages": "input"}):
     ...     raise Refused("messages must be short", 400, "messages.0")
@@ -121,6 +122,7 @@ def renamed(fields: Mapping[str, str]) -> Iterator[None]:
     def translated(text: str) -> str:
         # What a chat has one level deeper.
         flat = re.sub(r"(?<=[\w])\.(function|json_schema)(?=\.\w)", "", text)
+        flat = flat if inside else re.sub(r"\bmessages(\.\w+)+", "messages", flat)
         return field_names.sub(lambda word: fields.get(word[0], word[0]), flat)
 
     try:

@@ -180,15 +180,17 @@ def _fields(form: TaggedForm, name: str, schema: dict[str, Any]) -> Expression:
     """A call whose arguments are fields, in the order of the schema's properties."""
     line = "\n" if form.framed else ""
     shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
-    fields, properties = list[Expression](), schema.get("properties") or {}
+    fields, properties, required = list[Expression](), schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict):
         raise ValueError(f"properties must be an object, got {shown(properties)}")
+    if not _are_texts(required):
+        raise ValueError(f"required must be a list of texts, got {shown(required)}")
     for key, property_schema in properties.items():
         value = _field(
             {**property_schema, **shared} if isinstance(property_schema, dict) else property_schema, form.field_end
         )
         field = sequence(f"{form.key_begin}{key}{form.key_end}{line}", value, f"{line}{form.field_end}\n")
-        fields.append(field if key in schema.get("required", ()) else optional(field))
+        fields.append(field if key in required else optional(field))
     head = f"{form.openings[0]}\n{form.begin}{name}{form.name_end}\n" if form.begin else f"{form.openings[0]}{name}\n"
     tail = f"{form.end}\n{form.closing}" if form.end else form.closing
     return sequence(head, *fields, tail)
@@ -199,8 +201,19 @@ def _field(schema: Any, end: str) -> Expression:
     if kinds_of(schema, schema) != {"string"}:
         return _schema(json.dumps(schema))
     schema = resolved(schema, schema)
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return without(_ANY, _with([end]), "a text") if choices is None else either([text(choice) for choice in choices])
+    word = next((word for word in ("enum", "const") if word in schema), None)
+    if word is None:
+        return without(_ANY, _with([end]), "a text")
+    choices = schema["enum"] if word == "enum" else [schema["const"]]
+    if not _are_texts(choices) or not choices:
+        raise ValueError(
+            f"{word} of texts must be {'a list of texts' if word == 'enum' else 'one'}, got {shown(schema[word])}"
+        )
+    return either([text(choice) for choice in choices])
+
+
+def _are_texts(several: Any) -> bool:
+    return isinstance(several, list) and all(isinstance(one, str) for one in several)
 
 
 def _expression(kind: str, source: str) -> Expression:

@@ -247,9 +247,13 @@ class Frontend:
             room = limit - len(tokens) - len(forced)
             if room <= 0:
                 return Rest(None, len(forced))
+            spent = time.monotonic() - begun
+            seconds_left = None if body.timeout is None else body.timeout - spent
+            if seconds_left is not None and seconds_left <= 0:
+                return Rest(None, len(forced), late=True)
             least = max(0, params.min_new_tokens - len(tokens) - len(forced))
-            rest_params = params.replace(max_new_tokens=room, min_new_tokens=least)
-            seconds_left = None if body.timeout is None else max(1e-3, body.timeout - (time.monotonic() - begun))
+            max_time = None if params.max_time is None else max(0.0, params.max_time - spent)
+            rest_params = params.replace(max_new_tokens=room, min_new_tokens=least, max_time=max_time)
             return Rest(run([*ids, *tokens, *forced], params=rest_params, timeout=seconds_left), len(forced))
 
         if budget + opening == 0:
@@ -305,13 +309,20 @@ def _effort(body: ChatRequest, source: str) -> dict[str, Any]:
     return {"reasoning_effort": effort}
 
 
+_COUNTED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "forced_tokens",
+    "begin_suppress_tokens",
+    "stop_sequences",
+    "logprobs",
+)
+"""Fields of what counts from the beginning of an answer, or is looked for in the whole of it."""
+
+
 def _check_budget(body: ChatRequest, grammar_key: Asked | None) -> None:
-    """Refuses what would count from the beginning of the answer, which has two parts."""
-    fields = [
-        name
-        for name in ("presence_penalty", "frequency_penalty", "forced_tokens", "begin_suppress_tokens", "logprobs")
-        if getattr(body, name)
-    ]
+    """Refuses what would be wrong for an answer that has two parts."""
+    fields = [name for name in _COUNTED if getattr(body, name)]
     if grammar_key is not None:
         fields = ["response_format" if grammar_key.content else "tool_choice", *fields]
     if fields:

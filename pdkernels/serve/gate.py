@@ -14,19 +14,26 @@ import re
 import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 
 from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, shown
+from pdkernels.serve.json_text import NotANumber, parsed_json
 
 LOG = logging.getLogger("pdkernels.serve")
-_SUSPECT = re.compile(rb"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
 _OPEN = ("/", "/health")  # pages that need no key
 _PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.%]+\]|[^\s:@/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
+
+
+class Escaped(JSONResponse):
+    """JSON in ASCII, as streams are: what a client sent with half of a character in it goes back as it came."""
+
+    def render(self, content: Any) -> bytes:
+        """Its bytes."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Gate:
@@ -75,13 +82,13 @@ class Gate:
             if error.status in (408, 413):
                 headers["Connection"] = "close"  # the rest of the body is not read
             content = error_body(str(error), error.status, error.parameter, error.code)
-            await JSONResponse(content, error.status, headers)(scope, receive, send)
+            await Escaped(content, error.status, headers)(scope, receive, send)
         except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
             raise
         except BaseException as error:  # a panic of a library in Rust is no Exception
             log_failure(scope["method"], scope["path"], error)
             if not started:
-                await JSONResponse(error_body(FAILED, 500), 500)(scope, receive, send)
+                await Escaped(error_body(FAILED, 500), 500)(scope, receive, send)
 
     async def _admit(self, scope: Any, receive: Any, send: Any) -> None:
         headers: dict[bytes, list[str]] = {}
@@ -112,7 +119,7 @@ class Gate:
         is_json = kind == "application/json" or re.fullmatch(r"application/\S+\+json", kind)
         if scope["method"] == "POST" and (body or kind) and not is_json:
             raise Refused("the body must be a JSON object, sent with Content-Type: application/json", 400)
-        if _SUSPECT.search(body):
+        if body:
             _check_numbers(body)
         await self._app(scope, _replayed(body, receive), send)
 
@@ -147,17 +154,14 @@ class Gate:
 
 
 def _check_numbers(body: bytes) -> None:
-    """Refuses NaN, Infinity and numbers beyond all floats, which Python's parser takes and other readers of an answer do
-    not. Whatever else is wrong with a body, the application says."""
-
-    def refused(text: str) -> Any:
-        raise Refused(f"the body is not JSON that all read: {shown(text)} is no number there", 400)
-
-    def number(text: str) -> float:
-        return float(text) if abs(float(text)) < float("inf") else refused(text)
-
-    with suppress(ValueError, RecursionError):
-        json.loads(body, parse_constant=refused, parse_float=number)
+    """Refuses NaN, Infinity and numbers beyond all floats, in whatever encoding and form the application would read them.
+    Whatever else is wrong with a body, it says itself."""
+    try:
+        parsed_json(body)
+    except NotANumber as error:
+        raise Refused(f"the body is not JSON that all read: {shown(error.text)} is no number there", 400) from None
+    except (ValueError, RecursionError):
+        pass
 
 
 def log_failure(method: str, path: str, error: BaseException) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdkernels.models.text.chat import asks_for_content
 from pdkernels.serve.errors import Refused, shown
+from pdkernels.serve.json_text import parsed_json, read_json
+
+_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+"""Fields of messages beside their contents."""
 
 
 def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Messages with texts for contents: parts of text are joined, since templates differ in whether they take them.
+    """Messages with texts for contents: parts of text are joined, since templates differ in whether they take them. Other
+    fields that templates show as texts must be texts.
 
     The role "developer" becomes "system", which it has replaced in OpenAI's interface, unless the template knows it.
     The arguments of calls, which are JSON there, become objects, and what a tool has answered gets the tool's name,
@@ -30,16 +34,18 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
         role, content = message.get("role"), _text(message, f"{where}.content", template)
         if not isinstance(role, str):
             raise Refused(f"{where}.role must be text", 400, f"{where}.role")
+        for name in _TEXTS:
+            part(message, name, where, str, "")
         role = "system" if role == "developer" and "developer" not in template else role
         made = {**message, "role": role, "content": content}
-        if message.get("tool_calls"):
+        if message.get("tool_calls") not in (None, []):
             if "tool_calls" not in template:
                 raise Refused(
                     "the chat template of this model has no place for calls of tools", 400, f"{where}.tool_calls"
                 )
             made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
-            called |= {str(call.get("id")): call["function"]["name"] for call in made["tool_calls"]}
-        name = called.get(str(message.get("tool_call_id")))
+            called |= {call.get("id") or "": call["function"]["name"] for call in made["tool_calls"]}
+        name = called.get(message.get("tool_call_id") or "")
         if role == "tool" and name is not None:
             made.setdefault("name", name)
         found.append(made)
@@ -61,6 +67,38 @@ def part(item: Mapping[str, Any], name: str, place: str, kind: Any, default: Any
         words = "text" if kind is str else "an object"
         raise Refused(f"{place}.{name} must be {words}, got {shown(value)}", 400, f"{place}.{name}")
     return value
+
+
+def arguments_of(arguments: Any, place: str) -> dict[str, Any]:
+    """The arguments of a call that a client sends: JSON of an object, or the object; none of a function without
+    parameters.
+
+    >>> arguments_of('{"a": 1}', "input.0.arguments"), arguments_of(None, "input.0.arguments")
+    ({'a': 1}, {})
+
+    Raises:
+        Refused: it is none.
+    """
+    made = arguments
+    if isinstance(arguments, str):
+        try:
+            made = parsed_json(arguments or "{}")
+        except (ValueError, RecursionError):
+            pass
+    made = {} if made is None else made
+    if not isinstance(made, Mapping):
+        raise Refused(f"{place} must be a JSON object, written as text", 400, place)
+    return dict(made)
+
+
+def handed_on(text: str) -> dict[str, Any]:
+    """The arguments of a call that a model wrote, as an object; what is none stands in one, as Anthropic suggests.
+
+    >>> handed_on('{"a": 1}'), handed_on('{"a": 1,}')
+    ({'a': 1}, {'INVALID_JSON': '{"a": 1,}'})
+    """
+    arguments = read_json(text or "{}")
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
 
 
 def _text(message: Mapping[str, Any], place: str, template: str) -> str | None:
@@ -89,16 +127,7 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Refused(f"{where} must have a name and arguments", 400, where)
-        arguments = function.get("arguments")
-        if arguments is None:  # of a function without parameters
-            arguments = {}
-        if isinstance(arguments, str):
-            try:
-                made = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                made = arguments
-            arguments = {} if made is None else made
-        if not isinstance(arguments, Mapping):
-            raise Refused(f"{where}.arguments must be a JSON object, written as text", 400, f"{where}.arguments")
-        found.append({**call, "function": {**function, "arguments": dict(arguments)}})
+        part(call, "id", f"{place}.{number}", str, "")
+        arguments = arguments_of(function.get("arguments"), f"{where}.arguments")
+        found.append({**call, "function": {**function, "arguments": arguments}})
     return found

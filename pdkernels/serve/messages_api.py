@@ -19,10 +19,9 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, error_body, of_failure, renamed, shown
 from pdkernels.serve.gate import log_failure
-from pdkernels.serve.messages import part
+from pdkernels.serve.messages import handed_on, part
 from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
 from pdkernels.serve.service import Service
-from pdkernels.serve.tagged import read_json
 from pdkernels.serve.threads import in_thread
 
 _FIELDS = {
@@ -232,7 +231,8 @@ class _Writer:
         """The message."""
         async for step, block, _ in self._steps:
             if step == "end":
-                self._content.append(_whole(block))
+                is_cut = block.last and self._choice.reason not in ("stop", "tool_calls")
+                self._content.append(_whole(block, is_cut))
         return {**self._head, "content": self._content, **self._ending(), "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
@@ -285,14 +285,14 @@ def _block_event(step: Step, block: Block, piece: str) -> str:
     return _event("content_block_delta", index=block.number, delta={"type": kind, word: piece})
 
 
-def _whole(block: Block) -> dict[str, Any]:
+def _whole(block: Block, is_cut: bool = False) -> dict[str, Any]:
+    """A block. A call that `is_cut` has no arguments."""
     if block.kind == "thought":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
-    arguments = read_json(block.text)  # none of a call that was cut
-    tool_input = arguments if isinstance(arguments, dict) else {}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": tool_input}
+    arguments = {} if is_cut else handed_on(block.text)
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
 def add_messages(app: FastAPI, service: Service) -> None:
@@ -301,7 +301,9 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         with renamed(_FIELDS):
-            answer = await service.chat(request, body.chat())
+            chat = body.chat()
+        with renamed(_FIELDS, inside=False):
+            answer = await service.chat(request, chat)
         writer = _Writer(body, answer)
         if body.stream:
             return service.stream(writer.events())
@@ -310,4 +312,6 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> dict[str, int]:
         with renamed(_FIELDS):
-            return {"input_tokens": len(await in_thread(service.front.chat_tokens, body.chat()))}
+            chat = body.chat()
+        with renamed(_FIELDS, inside=False):
+            return {"input_tokens": len(await in_thread(service.front.chat_tokens, chat))}

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pdkernels.serve.calls import MISTRAL, CallForm, JsonForm
-from pdkernels.serve.tagged import CallDelta, Scan, TaggedReader, begun, read_json
+from pdkernels.serve.json_text import JsonWords, mended, read_json
+from pdkernels.serve.tagged import CallDelta, Scan, TaggedReader, begun
 from pdkernels.serve.thoughts import ThoughtForm
 
 
@@ -79,7 +80,7 @@ class AnswerParser:
         self._begins = thought is not None  # whether spaces are left out that come next
         self._ended = False
         self._raw = self._object = ""  # what becomes text if it is no call
-        self._scan = Scan(0)
+        self._scan, self._words = Scan(0), JsonWords()
         self._reader: TaggedReader | None = None
 
     @property
@@ -118,6 +119,10 @@ class AnswerParser:
         self._ended = True
         news = self.feed("")
         tail, self._buffer = self._buffer, ""
+        reader = self._reader if self._state == self._tagged else None
+        held = reader.held if reader else self._words.held if self._state == self._arguments else ""
+        if held and not self.over:
+            news.append(CallDelta(self.count, None, None, held))
         if self.over or self._state in (self._arguments, self._rest, self._after):
             return news
         if self._state in (self._begin, self._name):
@@ -251,7 +256,7 @@ class AnswerParser:
             if not self._known(name):
                 return self._fail(news)
             news.append(CallDelta(self.count, self._id(), name, ""))
-            self._scan, self._state = Scan(1), self._arguments
+            self._scan, self._words, self._state = Scan(1), JsonWords(), self._arguments
             return True
         thoughts = [at for tag in self._special if (at := self._raw.find(tag)) >= 0]
         if thoughts:
@@ -259,7 +264,7 @@ class AnswerParser:
             return self._fail(news)
         if not complete:
             return False
-        call = read_json(self._object)
+        call = read_json(mended(self._object))
         name = call.get("name") if isinstance(call, dict) else None
         if not self._known(name):
             return self._fail(news)
@@ -272,8 +277,8 @@ class AnswerParser:
         end = self._scan.until(1, self._buffer)
         piece = self._buffer if end < 0 else self._buffer[:end]
         self._buffer = self._buffer[len(piece) :]
-        if piece:
-            news.append(CallDelta(self.count, None, None, piece))
+        if written := self._words.feed(piece):
+            news.append(CallDelta(self.count, None, None, written))
         if end < 0:
             return False
         self._state = self._rest
@@ -335,8 +340,8 @@ def _arguments(arguments: Any) -> str:
     ('{"a": 1}', '{}', '"Rome"')
     """
     if isinstance(arguments, str):
-        value = read_json(arguments)
-        if value is not None:
-            return arguments
+        written = mended(arguments)
+        if read_json(written) is not None:
+            return written
         arguments = {} if arguments.strip() in ("", "null") else arguments
     return json.dumps(arguments, ensure_ascii=False)

@@ -19,10 +19,10 @@ from pydantic import Field
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, of_failure, renamed, shown
-from pdkernels.serve.gate import log_failure
-from pdkernels.serve.messages import part
+from pdkernels.serve.gate import Escaped, log_failure
+from pdkernels.serve.messages import arguments_of, handed_on, part
 from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
-from pdkernels.serve.service import Escaped, Service
+from pdkernels.serve.service import Service
 
 _ENCRYPTED = "reasoning.encrypted_content"
 _MAX_STORED = 1024
@@ -117,6 +117,7 @@ _SHARED = ChatRequest.model_fields.keys() - {"tools", "tool_choice", "metadata",
 _FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
@@ -151,10 +152,12 @@ def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": role, "content": content})
         elif kind == "reasoning":
-            contents = item.get("content") or item.get("summary") or []
-            messages.append({"role": "assistant", "reasoning_content": _content(contents, f"{where}.content")})
+            field = "summary" if item.get("content") in (None, []) else "content"
+            contents = [] if item.get(field) is None else item[field]
+            messages.append({"role": "assistant", "reasoning_content": _content(contents, f"{where}.{field}")})
         elif kind == "function_call":
             function = {"name": part(item, "name", where, str), "arguments": part(item, "arguments", where, str, "{}")}
+            arguments_of(function["arguments"], f"{where}.arguments")
             if last is None:
                 last = {"role": "assistant"}
                 messages.append(last)
@@ -327,8 +330,15 @@ class _Writer:
         }
         if self._body.store:
             messages = self._chat.messages[1:] if self._body.instructions is not None else self._chat.messages
-            self._store.keep(response, [*messages, *messages_of(self._items)])
+            self._store.keep(response, [*messages, *messages_of(list(map(_kept, self._items)))])
         return response
+
+
+def _kept(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as the next chat has it: what the model wrote is no reason to refuse that one."""
+    if item["type"] != "function_call" or "INVALID_JSON" not in (arguments := handed_on(item["arguments"])):
+        return item
+    return {**item, "arguments": json.dumps(arguments)}
 
 
 _DELTAS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
@@ -366,6 +376,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     async def respond(body: ResponseRequest, request: Request) -> Response:
         with renamed(_FIELDS):
             chat = body.chat(store.messages(body.previous_response_id))
+        with renamed(_FIELDS, inside=False):
             answer = await service.chat(request, chat)
         writer = _Writer(body, chat, answer, store)
         if body.stream:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from pdkernels.decoding import Grammar
 from pdkernels.serve.answers import Answer
@@ -18,18 +17,11 @@ from pdkernels.serve.compiling import GrammarPool
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.forms import Asked
 from pdkernels.serve.frontend import Draft, Frontend
+from pdkernels.serve.gate import Escaped
 from pdkernels.serve.schema import ChatRequest, CompletionRequest
 from pdkernels.serve.threads import in_thread
 
 POLL = 0.25  # seconds between looks for a client that has gone
-
-
-class Escaped(JSONResponse):
-    """JSON in ASCII, as streams are: what a client sent with half of a character in it goes back as it came."""
-
-    def render(self, content: Any) -> bytes:
-        """Its bytes."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Service:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from pdkernels.serve.json_text import JsonWords, mended, read_json
+
 
 class TaggedForm(NamedTuple):
     """How a model writes calls between tags."""
@@ -147,7 +149,13 @@ class TaggedReader:
         self.tail = False
         """Whether nothing but closing tags is missing."""
         self.rest = ""
+        self._words = JsonWords()
         self._steps = self._all()
+
+    @property
+    def held(self) -> str:
+        """The beginning of a word of a call's JSON, of which more may come."""
+        return self._words.held if self.begun else ""
 
     def feed(self, text: str) -> None:
         """Reads on: `news` grows, and once it is `over` or has `failed`, `rest` is what it has not read."""
@@ -227,13 +235,13 @@ class TaggedReader:
             yield from self._items("}", keyed=True)
 
     def _json(self) -> _Steps:
-        scan = Scan(1)
-        self._write("{")
+        scan, self._words = Scan(1), JsonWords()
+        self._write(self._words.feed("{"))
         while (end := scan.until(0, self.rest)) < 0:
-            self._write(self.rest)
+            self._write(self._words.feed(self.rest))
             self.rest = ""
             yield
-        self._write(self.rest[:end])
+        self._write(self._words.feed(self.rest[:end]))
         self.rest = self.rest[end:]
 
     def _fields(self, properties: Mapping[str, frozenset[str]]) -> _Steps:
@@ -320,26 +328,13 @@ def begun(text: str, tags: Sequence[str]) -> int:
     return max(sizes, default=0)
 
 
-def read_json(text: str) -> Any:
-    """The value of a JSON text; None: it is none, such as NaN, which Python's parser takes."""
-    try:
-        return json.loads(text, strict=False, parse_constant=_no_json)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _no_json(constant: str) -> Any:
-    raise ValueError(constant)
-
-
 def json_of(text: str, kinds: frozenset[str]) -> str:
     """A field's text as JSON, for a schema that takes these kinds of values; none: any kind.
 
     >>> json_of("12", frozenset({"integer"})), json_of("True", frozenset({"boolean"})), json_of("12", frozenset({"string"}))
     ('12', 'true', '"12"')
     """
-    literals = {"True": "true", "False": "false", "None": "null"}
-    body = literals.get(text.strip(), text.strip())
+    body = mended(text.strip())
     decoded = read_json(body)
     if (decoded is not None or body == "null") and (not kinds or _kind(decoded) & kinds):
         return body

@@ -1,4 +1,4 @@
-"""What clients do that few do: gone before a stream begins, halves of characters and of calls, numbers that are none, wrong types."""
+"""What clients do that few do: halves of characters and of calls, numbers that are none, times that are over, wrong types."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from pdkernels.models import ByteTokenizer, from_callable
 from pdkernels.serve import create_app
 from pdkernels.serve.blocks import block_steps
 from pdkernels.serve.choices import Choice
+from pdkernels.serve.errors import Refused
+from pdkernels.serve.forms import asked_grammar
+from pdkernels.serve.messages import handed_on
 from pdkernels.serve.parser import AnswerParser
-from pdkernels.serve.tagged import GLM, QWEN_CODER, json_of, kinds_of
+from pdkernels.serve.schema import ChatRequest
+from pdkernels.serve.tagged import DEEPSEEK_V3, DEEPSEEK_V31, GLM, HARMONY_CALLS, KIMI, QWEN_CODER, json_of, kinds_of
 from pdkernels.serve.thoughts import THINK
+from pdkernels.serve.tools import Reading, asked_calls
 from tests.serve.clients import Chatting, client_of
 from tests.serve.speaking import serve_speaking, speaking
 from tests.support.chat_templates import QWEN3
@@ -111,6 +116,50 @@ def test_the_rest_after_a_budget_waits_where_a_new_request_is_refused() -> None:
         assert answer.json()["usage"]["completion_tokens"] == 30 and len(refused) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_rest_after_a_budget_waits_no_longer_than_its_time(stream: bool) -> None:
+    """What there is comes, and the reason is that of any answer whose time is over."""
+    engine = chatting()
+    with TestClient(create_app(engine, "tiny"), raise_server_exceptions=False) as made:
+        submit = engine.submit
+
+        def full(*arguments: Any, **options: Any) -> Any:
+            if len(arguments[0]) > len("class Node:<think>"):
+                raise pd.engine.EngineFull("many wait")
+            return submit(*arguments, **options)
+
+        engine.submit = full
+        chat = {
+            "model": "tiny", "messages": [{"role": "user", "content": "class Node:"}], "max_tokens": 30,
+            "thinking_token_budget": 4, "timeout": 0.5, "stream": stream, "ignore_eos": True,
+        }  # fmt: skip
+        answer = made.post(CHAT, json=chat)
+        assert answer.status_code == 200, answer.text
+        if stream:
+            last = json.loads(answer.text.split("data: ")[-2])["choices"][0]
+        else:
+            last = answer.json()["choices"][0]
+            assert 4 <= answer.json()["usage"]["completion_tokens"] < 30
+        assert last["finish_reason"] == "timeout"
+
+
+def test_both_parts_of_a_budgeted_answer_have_one_time() -> None:
+    """`max_time` is that of the answer: the second part has what the first has left."""
+    engine, times = chatting(), list[float]()
+    with TestClient(create_app(engine, "tiny"), raise_server_exceptions=False) as made:
+        submit = engine.submit
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            times.append(options["params"].max_time)
+            return submit(*arguments, **options)
+
+        engine.submit = noted
+        chat = {"model": "tiny", "messages": ASKED, "max_tokens": 30, "thinking_token_budget": 4, "ignore_eos": True}
+        assert made.post(CHAT, json=chat | {"max_time": 50}).status_code == 200
+    first, second = times
+    assert first == 50 and 0 < second < 50
+
+
 def test_a_block_before_the_last_is_whole_however_late_it_is_read() -> None:
     """The engine may have ended before a thought is read, whose item is complete."""
     said = "<think>Well.</think>It goes on and on"
@@ -138,6 +187,17 @@ def test_a_block_before_the_last_is_whole_however_late_it_is_read() -> None:
         (RESPONSES, {"input": [{"type": "function_call", "call_id": "a", "arguments": "{}"}]}, "input.0.name"),
         (RESPONSES, {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": {}}]}, "input.0.arguments"),
         (RESPONSES, {"input": [{"type": "function_call_output", "call_id": 5, "output": "x"}]}, "input.0.call_id"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "a", "name": "b", "arguments": "[1]"}], "instructions": "y"}, "input.1.arguments"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "a", "name": "b", "arguments": "{\"n\": NaN}"}]}, "input.1.arguments"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "a", "name": "b", "arguments": "{}"}], "instructions": "y"}, "input"),
+        (MESSAGES, {"system": "y", "messages": [*ASKED, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}, "messages"),
+        *[(RESPONSES, {"input": [{"type": "reasoning", "summary": [], "content": wrong}]}, "input.0.content") for wrong in (0, False, {})],
+        (RESPONSES, {"input": [{"type": "reasoning", "summary": 0}]}, "input.0.summary"),
+        (CHAT, {"messages": [*ASKED, {"role": "tool", "tool_call_id": 5, "content": "x"}]}, "messages.1.tool_call_id"),
+        (CHAT, {"messages": [*ASKED, {"role": "assistant", "content": "x", "reasoning_content": ["x"]}]}, "messages.1.reasoning_content"),
+        (CHAT, {"messages": [*ASKED, {"role": "assistant", "content": "x", "reasoning": 0}]}, "messages.1.reasoning"),
+        (CHAT, {"messages": [{"role": "user", "name": {}, "content": "x"}]}, "messages.0.name"),
+        (CHAT, {"messages": [*ASKED, {"role": "assistant", "content": "x", "tool_calls": 0}]}, "messages.1.tool_calls"),
         (MESSAGES, {"max_tokens": 1 << 40}, "max_tokens"),
         (MESSAGES, {"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
         (MESSAGES, {"tool_choice": {"type": "auto", "name": "get"}, "tools": [{"name": "get", "input_schema": {}}]}, "tool_choice"),
@@ -174,6 +234,18 @@ def test_numbers_that_json_does_not_have_are_refused(client: Any, number: str, s
     assert words.status_code == 200, words.text
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 310 + ".0", "9" * 220 + "e99", "1" + "0" * 300 + "e9", "NaN"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_numbers_are_refused_in_whatever_form_they_come(client: Any, number: str, encoding: str) -> None:
+    """The application reads all of these encodings."""
+    tool = f'{{"type": "function", "name": "get", "parameters": {{"maximum": {number}}}}}'
+    for tools, status in ((tool, 400), (tool.replace(number, "1e99"), 200)):
+        body = f'{{"model": "tiny", "input": "Hi", "max_output_tokens": 2, "tool_choice": "none", "tools": [{tools}]}}'
+        answer = client.post(RESPONSES, content=body.encode(encoding), headers={"Content-Type": "application/json"})
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "is no number there" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("route", "body", "status"),
     [
@@ -189,6 +261,17 @@ def test_half_of_a_character_in_a_body(client: Any, route: str, body: str, statu
     if status == 200:
         shown = client.get(f"{RESPONSES}/{answer.json()['id']}")
         assert shown.status_code == 200 and shown.json()["tools"][0]["parameters"]["title"] == "\ud800"
+
+
+def test_an_error_with_half_of_a_character_is_an_error_of_its_field(client: Any) -> None:
+    """The place in a schema that it names has the client's own keys."""
+    function = {"name": "a", "parameters": {"type": "object", "properties": {"\ud800": {"enum": 5}}}}
+    tools = [{"type": "function", "function": function}]
+    body = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": "required"}
+    answer = sent(client, CHAT, json.dumps(body))
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "tools" and "codec" not in error["message"], error
+    assert "\ud800" in error["message"] or "\\ud800" in error["message"]
 
 
 def test_a_response_that_is_kept_does_not_come_as_a_stream(client: Any) -> None:
@@ -264,6 +347,70 @@ def test_arguments_between_tags_are_json(kind: str | None, word: str) -> None:
     assert json.loads(written) == word
 
 
+@pytest.mark.parametrize("form", [DEEPSEEK_V3, DEEPSEEK_V31, KIMI, HARMONY_CALLS])
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+def test_json_between_tags_has_numbers_that_all_read(form: Any, cut: int) -> None:
+    given = '{"a": NaN, "b": [-Infinity, 1e999, 1e9], "c": "NaN\n"}'
+    head = {DEEPSEEK_V3: "function", DEEPSEEK_V31: "get", KIMI: "functions.get:0", HARMONY_CALLS: "get"}[form]
+    json_end = "\n```" if form.framed else ""
+    fence = "get\n```json\n" if form.framed else ""
+    text = f"{form.openings[0]}{form.begin}{head}{form.name_end}{fence}{given}{json_end}{form.end}{form.closing}"
+    parser, news = AnswerParser(form, {"get": {}}), list[Any]()
+    for at in range(0, len(text), cut):
+        news += parser.feed(text[at : at + cut])
+    news += parser.flush()
+    written = "".join(new.arguments for new in news if not isinstance(new, str))
+    assert json.loads(written) == {"a": "NaN", "b": ["-Infinity", "1e999", 1e9], "c": "NaN\n"}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("said", "given"),
+    [('{"a": 1e999, "b": NaN}', '{"a": "1e999", "b": "NaN"}'), ('{"a": 1,}', '{"a": 1,}'), ("{}", "{}")],
+)
+def test_what_a_model_calls_comes_alike_by_all_routes_and_goes_back(stream: bool, said: str, given: str) -> None:
+    """As it is streamed. What is no JSON at all is a text; Anthropic's answer has it in an object."""
+    call = f'<tool_call>\n{{"name": "get", "arguments": {said}}}\n</tool_call>'
+    model = speaking(call, "Yes.", template=f"tools {QWEN3.replace('{#', '').replace('#}', '')}")
+    engine = pd.Engine(model, max_new_tokens=300, max_prompt_tokens=399)
+    flat = {"type": "function", **FUNCTION}
+    asked: dict[str, Any] = {"model": "tiny", "temperature": 0, "stream": stream}
+    with TestClient(create_app(engine, "tiny"), raise_server_exceptions=False) as made:
+
+        def ask(route: str, **body: Any) -> Any:
+            answer = made.post(route, json=asked | body)
+            assert answer.status_code == 200, answer.text
+            if not stream:
+                return answer.json()
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            return list(map(json.loads, lines))
+
+        tools = [{"type": "function", "function": FUNCTION}]
+        chat = ask(CHAT, messages=ASKED, tools=tools)
+        response = ask(RESPONSES, input="Hi", tools=[flat])
+        tool = {"name": "get", "input_schema": {"type": "object"}}
+        message = ask(MESSAGES, messages=ASKED, max_tokens=200, tools=[tool])
+        whole = handed_on(given)
+        if stream:
+            deltas = [each["choices"][0]["delta"] for each in chat]
+            pieces = [one["function"]["arguments"] for delta in deltas for one in delta.get("tool_calls", [])]
+            assert "".join(pieces) == given
+            response = response[-1]["response"]
+            pieces = [each["delta"]["partial_json"] for each in message if "partial_json" in each.get("delta", {})]
+            assert "".join(pieces) == given
+        else:
+            assert chat["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == given
+            assert message["content"][0]["input"] == whole
+        assert response["output"][0]["arguments"] == given
+        # A kept response goes on whatever the model wrote; so does an answer of Anthropic's form.
+        more = [{"type": "function_call_output", "call_id": response["output"][0]["call_id"], "output": "x"}]
+        ask(RESPONSES, input=more, tools=[flat], previous_response_id=response["id"])
+        used = {"type": "tool_use", "id": "a", "name": "get", "input": whole}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
+        turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+        ask(MESSAGES, messages=[*ASKED, *turns], max_tokens=20, tools=[tool])
+
+
 @pytest.mark.parametrize("form", [QWEN_CODER, GLM], ids=["qwen-coder", "glm"])
 @pytest.mark.parametrize("kind", [5, [["a"]], {"a": 1}, [None, "string"], True])
 def test_a_schema_of_no_kind_costs_no_call(form: Any, kind: Any) -> None:
@@ -279,13 +426,36 @@ def test_a_schema_of_no_kind_costs_no_call(form: Any, kind: Any) -> None:
     assert json.loads("".join(new.arguments for new in news if not isinstance(new, str)))["a"] in (1, "1")
 
 
-def test_properties_that_are_no_object_are_refused_by_their_tool() -> None:
-    model = speaking("", template="tools <tool_call><function=")
-    engine = pd.Engine(model, max_new_tokens=20, max_prompt_tokens=100)
-    tool = {"type": "function", "function": {**FUNCTION, "parameters": {"type": "object", "properties": [1]}}}
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        *[({"properties": wrong}, "properties must be an object") for wrong in ([1], [], 0, "", None)],
+        *[({"properties": {"a": {}}, "required": wrong}, "required must be a list of texts") for wrong in (5, None, "abc", [1])],
+        *[({"properties": {"a": {"type": "string", "enum": wrong}}}, "enum of texts must be a list") for wrong in (5, "abc", [], ["a", 1])],
+        ({"properties": {"a": {"type": "string", "const": 5}}}, "const of texts must be one"),
+    ],
+)  # fmt: skip
+def test_a_schema_of_wrong_types_is_refused_by_its_tool(schema: dict[str, Any], words: str) -> None:
+    body = ChatRequest(
+        model="m", messages=ASKED, tool_choice="required",
+        tools=[{"type": "function", "function": {**FUNCTION, "parameters": {"type": "object", **schema}}}],  # type: ignore[list-item]
+    )  # fmt: skip
+    source = "tools <tool_call><function="
+    asked = asked_grammar(body, Reading(asked_calls(body, source, ByteTokenizer())))
+    assert asked is not None
+    with pytest.raises(Refused, match=f"the parameters of tool 'get': {words}"):
+        asked.grammar()
+
+
+@pytest.mark.parametrize(("call_id", "status"), [(5, 400), (["a"], 400), ("a", 200), (None, 200)])
+def test_the_id_of_a_call_is_a_text(call_id: Any, status: int) -> None:
+    engine = pd.Engine(speaking("", template="tools tool_calls"), max_new_tokens=20, max_prompt_tokens=100)
+    call = {"id": call_id, "type": "function", "function": {"name": "get", "arguments": "{}"}}
     with TestClient(create_app(engine, "tiny"), raise_server_exceptions=False) as made:
-        answer = made.post(CHAT, json={"model": "tiny", "messages": ASKED, "tools": [tool], "tool_choice": "required"})
-        assert answer.status_code == 400 and "tool 'get'" in answer.json()["error"]["message"], answer.text
+        chat = [*ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
+        answer = made.post(CHAT, json={"model": "tiny", "messages": chat, "max_tokens": 2})
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["param"] == "messages.1.tool_calls.0.id"
 
 
 def test_what_may_still_change_does_not_pile_up_for_a_slow_reader() -> None:

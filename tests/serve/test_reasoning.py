@@ -104,6 +104,7 @@ def test_a_budget_closes_the_thought(serve: Any, stream: bool) -> None:
         (TEMPLATE, {"thinking_token_budget": 4, "presence_penalty": 1}, "thinking_token_budget and presence_penalty exclude"),
         (TEMPLATE, {"thinking_token_budget": 4, "response_format": {"type": "json_object"}}, "and response_format exclude"),
         (TEMPLATE, {"thinking_token_budget": 4, "logprobs": True}, "thinking_token_budget and logprobs exclude"),
+        (TEMPLATE, {"thinking_token_budget": 4, "stop_sequences": [[1, 2]]}, "thinking_token_budget and stop_sequences exclude"),
         (TEMPLATE, {"priority": 1}, "priority: Input should be 0"),
         (TEMPLATE, {"prompt_logprobs": 1}, "prompt_logprobs is not supported here"),
         (TEMPLATE, {"suffix": "x"}, "suffix is not supported here"),
