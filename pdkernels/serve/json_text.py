@@ -73,19 +73,19 @@ class JsonWords:
 
     def feed(self, text: str) -> str:
         """What is certain of these further characters."""
-        written = list[str]()
+        pieces = list[str]()
         for character in text:
             if self._quoted:
-                written.append(json.dumps(character)[1:-1] if character < " " else character)
+                pieces.append(json.dumps(character)[1:-1] if character < " " else character)
                 escaped = not self._escaped and character == "\\"
                 self._quoted = self._escaped or character != '"'
                 self._escaped = escaped
             elif character in _MARKS or character.isspace():
-                written += [_word(self.held), character]
+                pieces += [_word(self.held), character]
                 self.held, self._quoted = "", character == '"'
             else:
                 self.held += character
-        return "".join(written)
+        return "".join(pieces)
 
 
 def mended(text: str) -> str:

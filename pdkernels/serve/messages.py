@@ -79,16 +79,16 @@ def arguments_of(arguments: Any, place: str) -> dict[str, Any]:
     Raises:
         Refused: it is none.
     """
-    made = arguments
+    fields = arguments
     if isinstance(arguments, str):
         try:
-            made = parsed_json(arguments or "{}")
+            fields = parsed_json(arguments or "{}")
         except (ValueError, RecursionError):
             pass
-    made = {} if made is None else made
-    if not isinstance(made, Mapping):
+    fields = {} if fields is None else fields
+    if not isinstance(fields, Mapping):
         raise Refused(f"{place} must be a JSON object, written as text", 400, place)
-    return dict(made)
+    return dict(fields)
 
 
 def handed_on(text: str) -> dict[str, Any]:

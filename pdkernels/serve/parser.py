@@ -120,9 +120,9 @@ class AnswerParser:
         news = self.feed("")
         tail, self._buffer = self._buffer, ""
         reader = self._reader if self._state == self._tagged else None
-        held = reader.held if reader else self._words.held if self._state == self._arguments else ""
-        if held and not self.over:
-            news.append(CallDelta(self.count, None, None, held))
+        word = reader.held if reader else self._words.held if self._state == self._arguments else ""
+        if word and not self.over:
+            news.append(CallDelta(self.count, None, None, word))
         if self.over or self._state in (self._arguments, self._rest, self._after):
             return news
         if self._state in (self._begin, self._name):
@@ -277,8 +277,8 @@ class AnswerParser:
         end = self._scan.until(1, self._buffer)
         piece = self._buffer if end < 0 else self._buffer[:end]
         self._buffer = self._buffer[len(piece) :]
-        if written := self._words.feed(piece):
-            news.append(CallDelta(self.count, None, None, written))
+        if certain := self._words.feed(piece):
+            news.append(CallDelta(self.count, None, None, certain))
         if end < 0:
             return False
         self._state = self._rest
@@ -340,8 +340,8 @@ def _arguments(arguments: Any) -> str:
     ('{"a": 1}', '{}', '"Rome"')
     """
     if isinstance(arguments, str):
-        written = mended(arguments)
-        if read_json(written) is not None:
-            return written
+        as_json = mended(arguments)
+        if read_json(as_json) is not None:
+            return as_json
         arguments = {} if arguments.strip() in ("", "null") else arguments
     return json.dumps(arguments, ensure_ascii=False)
