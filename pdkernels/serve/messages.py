@@ -34,8 +34,8 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
         role, content = message.get("role"), _text(message, f"{where}.content", template)
         if not isinstance(role, str):
             raise Refused(f"{where}.role must be text", 400, f"{where}.role")
-        for name in _TEXTS:
-            part(message, name, where, str, "")
+        for field in _TEXTS:
+            part(message, field, where, str, "")
         role = "system" if role == "developer" and "developer" not in template else role
         made = {**message, "role": role, "content": content}
         if message.get("tool_calls") not in (None, []):

@@ -134,6 +134,20 @@ PDK_APART void transpose_keys(const T* const* keys, const T* const* values, int6
   }
 }
 
+// The factors of a row's vectors, one of each lane. They are held and the vectors pass: the other way round, three
+// lanes would need a register more than AVX2 has, and sums that go through memory wait twice as long.
+template <int kLive>
+struct Factors {
+  Vec of[kLive];
+};
+template <int kLive>
+PDK_INLINE Factors<kLive> splats(const float* first, int64_t stride) {
+  Factors<kLive> factors;
+#pragma GCC unroll 8
+  for (int lane = 0; lane < kLive; ++lane) factors.of[lane] = splat(first[lane * stride]);
+  return factors;
+}
+
 // scores[lane][key], in pieces as in VectorTilesOf::scores
 template <int kLive, int kPanel, class T>
 void few_scores(const T* const* keys, const T* const* values, int64_t count, const float* queries, int64_t head_dim,
@@ -150,14 +164,12 @@ void few_scores(const T* const* keys, const T* const* values, int64_t count, con
           const Words* row = reinterpret_cast<const Words*>(transposed + (d - span) / kPerWord<T> * kChunk + key);
           const auto add = [&](auto element) {
             constexpr int kElement = decltype(element)::value;
-            const float* query = queries + (d + kElement) * kPanel;
-            Vec numbers[kVectors];
+            const auto factors = splats<kLive>(queries + (d + kElement) * kPanel, 1);
 #pragma GCC unroll 8
-            for (int i = 0; i < kVectors; ++i) numbers[i] = keys_of<kElement, T>(row + i);
+            for (int i = 0; i < kVectors; ++i) {
+              const Vec numbers = keys_of<kElement, T>(row + i);
 #pragma GCC unroll 8
-            for (int lane = 0; lane < kLive; ++lane) {
-#pragma GCC unroll 8
-              for (int i = 0; i < kVectors; ++i) sums[lane][i] += numbers[i] * query[lane];
+              for (int lane = 0; lane < kLive; ++lane) sums[lane][i] += numbers * factors.of[lane];
             }
           };
           add(Count<0>{});
@@ -286,13 +298,11 @@ void few_accumulate(const T* const* keys, const T* const* values, int64_t count,
     Vec held[kLive][kVectors] = {};
     for (int64_t key = 0; key < count; ++key) {
       prefetch_row(keys[key] + d, kVectors * kLanes, ahead);
-      Vec row[kVectors];
-      load_vectors(values[key] + d, row);
+      const auto factors = splats<kLive>(weights + key, kChunk);
+      load_vectors(values[key] + d, [&](int i, Vec numbers) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-      for (int lane = 0; lane < kLive; ++lane) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) held[lane][i] += row[i] * weights[lane * kChunk + key];
-      }
+        for (int lane = 0; lane < kLive; ++lane) held[lane][i] += numbers * factors.of[lane];
+      });
     }
     for (int lane = 0; lane < kLive; ++lane) {
       Vec* sum = reinterpret_cast<Vec*>(rows + lane * kSumStride + d);
@@ -304,21 +314,21 @@ void few_accumulate(const T* const* keys, const T* const* values, int64_t count,
   in_strips<kLive>(whole, [&](int64_t d, auto wide) {
     constexpr int kVectors = decltype(wide)::value;
     if constexpr (kVectors % kValuesPerWord<T> == 0) {
-      strip(d, wide, [](const T* from, Vec(&row)[kVectors]) {
+      strip(d, wide, [](const T* from, const auto& add) {
 #pragma GCC unroll 8
         for (int i = 0; i < kVectors; i += kValuesPerWord<T>) {
           if constexpr (kValuesPerWord<T> == 1) {
-            row[i] = load(from + i * kLanes, Whole{});
+            add(i, load(from + i * kLanes, Whole{}));
           } else {
             const Words words = *reinterpret_cast<const LooseWords*>(from + i * kLanes);
-            row[i] = element_of<0>(words, T{}), row[i + 1] = element_of<1>(words, T{});
+            add(i, element_of<0>(words, T{})), add(i + 1, element_of<1>(words, T{}));
           }
         }
       });
     }
   });
   for_vectors(whole, head_dim, [&](int64_t d, auto part) {
-    strip(d, Count<1>{}, [&](const T* from, Vec(&row)[1]) { row[0] = load(from, part); });
+    strip(d, Count<1>{}, [&](const T* from, const auto& add) { add(0, load(from, part)); });
   });
 }
 
