@@ -108,7 +108,7 @@ def _made_with(bench: Bench, server: Server, setting: str) -> dict[str, Any]:
     return {
         "command": [*server.command, *shlex.split(SETTINGS[server.engine][setting])], "environment": server.environment,
         "around": bench.given.around, "clients": CLIENTS, "threads": bench.given.threads, "machine": processor(),
-        "python": sys.version.split()[0], "versions": {"pdkernels": pd.__version__, "torch": torch.__version__},
+        "python": sys.version.split()[0], "versions": {"pdkernels": pd.__version__, "torch": str(torch.__version__)},
         "changed": Path(server.command[0]).stat().st_mtime if Path(server.command[0]).exists() else None,
     }  # fmt: skip
 

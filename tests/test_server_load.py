@@ -130,6 +130,7 @@ def test_a_kept_slice_is_of_the_same_command(monkeypatch: pytest.MonkeyPatch, tm
         started.append(json.loads(words[-1]))
         return SimpleNamespace(returncode=0, stdout=json.dumps(made_up(4)).encode())
 
+    monkeypatch.setattr(server_load, "processor", lambda: "a processor")  # which starts a process, too
     monkeypatch.setattr(server_load.subprocess, "run", run)
     given = argparse.Namespace(again=False, around="", threads=2)
     bench = server_load.Bench("smollm2", tmp_path, 1.0, given, lambda: None)
