@@ -44,7 +44,8 @@ void decay_factors_of(const DecayFactorsArgs& args) {
 template <class T>
 void centred_rms_norm_of(const AddRmsNormArgs& args) {
   for_rows(args.rows, args.width, [&](int64_t i) {
-    float* row = reinterpret_cast<float*>(thread_scratch(args.width * static_cast<int64_t>(sizeof(float))));
+    const int64_t floats = rounded_up(args.width, kLanes);  // so that it is read in whole vectors
+    float* row = reinterpret_cast<float*>(thread_scratch(floats * static_cast<int64_t>(sizeof(float))));
     const bool adds = args.residual.given();
     const T* x = args.x.row<const T>(i);
     Vec squares = adds ? add_rows(x, args.residual.row<const T>(i), row, args.width) : widen_row(x, row, args.width);
@@ -53,7 +54,7 @@ void centred_rms_norm_of(const AddRmsNormArgs& args) {
     T* to = (adds ? args.next : args.y).row<T>(i);
     const Vec scale = splat(scale_of(squares, args.width, args.eps));
     for_vectors(0, args.width, [&](int64_t at, auto lanes) {
-      store(to + at, mul(mul(load(row + at, lanes), scale), 1.0f + load(weight + at, lanes)), lanes);
+      store(to + at, mul(mul(load(row + at, Whole{}), scale), 1.0f + load(weight + at, lanes)), lanes);
     });
   });
 }
