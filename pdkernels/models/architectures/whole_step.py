@@ -333,8 +333,8 @@ class Binding:
     """The parameters of a model as the op works on them.
 
     They are bound again after a change of the objects that hold them: a parameter, a buffer or a layer that was
-    replaced, a hook or a method of a layer, or the configuration. Tensors that got other memory (`.data`, `.to`) are read again by the op.
-    What is bound stays in memory until then: `drop` forgets it. Copies of a model start without.
+    replaced, a hook or a method of a layer, or the configuration. Tensors that got other memory (`.data`, `.to`) are
+    read again by the op. What is bound stays in memory until then: `drop` forgets it. Copies of a model start without.
     """
 
     def __init__(self) -> None:
