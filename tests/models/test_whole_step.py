@@ -395,7 +395,8 @@ def test_a_copy_of_what_is_bound_is_refused() -> None:
     model = a_model(CONFIG, torch.float32)
     decode(model)
     binding: Any = model.binding
-    binding._kept = binding._kept[0], binding._kept[1].clone()
+    seen, bound, config = binding._kept
+    binding._kept = seen, bound.clone(), config
     runs: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Layer, "_mlp", lambda layer, x, own=Layer._mlp: (runs.append(1), own(layer, x))[1])

@@ -184,7 +184,7 @@ def test_the_scripts_write_models_that_load(
         (
             "trimode",
             ["--start", "nothing.safetensors"],
-            "--start: pdkernels.models.load: name_or_path must name a model",
+            "--start: pdkernels.models.load: name_or_path must be a file that exists, got 'nothing.safetensors'",
         ),
         ("jacobi", ["--start", "tiny-recurrent"], "--start must name a byte-level transformer, got tiny-recurrent."),
         ("masked", ["--start", "tiny-code"], "--start must name a model with a mask token, got tiny-code."),

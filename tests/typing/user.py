@@ -174,4 +174,5 @@ def layers(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, ids: Tensor) -> 
     state = pd.recurrence_inject(x, x, None, ids, ids, ids, ids, ids, schedule="harmonic", mixer="sqrt")
     exits: pd.RecurrenceExit = pd.recurrence_exit(state, x, weight, None, ids, ids, ids, threshold=0.03)
     pd.recurrence_advance_(ids, ids, ids, ids, ids, ids, ids, ids, ids, inner_recurrence=4, rule="last")
-    return pd.silu_and_mul(normed if residual is None else residual) + exits.distance
+    gates = pd.silu_and_mul(normed), pd.gelu_and_mul(normed if residual is None else residual)
+    return gates[0] + gates[1] + exits.distance
