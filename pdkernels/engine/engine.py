@@ -174,6 +174,7 @@ class Engine:
         on_tokens: OnTokens | None = None,
         timeout: float | None = None,
         provisional: bool = False,
+        after: Generation | None = None,
         **options: Any,
     ) -> Generation:
         """Queues a request and returns at once.
@@ -187,6 +188,8 @@ class Engine:
             timeout: seconds from now after which it ends with what it has; None: no limit.
             provisional: also give pieces with what stands after the text so far (`Piece.provisional`), for a method
                 that fills positions in any order. A reader gets the latest; older ones are not kept.
+            after: one of its generations that has ended, which this one goes on from: it was let in, so this one waits
+                for its turn whoever else waits.
             **options: of the method; and settings (the fields of `SamplingParams`), `trace` and `overflow`, as for
                 `generate`. `n` must be 1, `seed` an int, and `max_new_tokens` at most the engine's. Requests with a
                 hook have a batch of their own, and so have those with a grammar where canvases are filled.
@@ -202,7 +205,7 @@ class Engine:
         arguments = {name: options.pop(name) for name in ARGUMENTS if name in options}
         chosen = method if isinstance(method, Method) else find(method)
         check_capabilities(chosen, self.model, options)
-        check_options(chosen, options, (*SETTINGS, *ARGUMENTS, "timeout", "provisional"))
+        check_options(chosen, options, (*SETTINGS, *ARGUMENTS, "timeout", "provisional", "after"))
         if chosen.steps is None:
             fitting = [name for name in _joining() if find(name).supports(self.model)]
             remedy = f"These can: {', '.join(fitting) or 'none'}."
@@ -210,6 +213,9 @@ class Engine:
                 message(_OP, "method", "let requests join and leave a batch", chosen.name, remedy)
             )
         check_flag(_OP, "provisional", provisional)
+        check_type(
+            after is None or isinstance(after, Generation), _OP, "after", "be a Generation", type(after).__name__
+        )
         if provisional and not chosen.steps.shows_provisional:
             remedy = f"These do: {', '.join(_showing())}."
             raise NotImplementedError(message(_OP, "method", "write provisional text", chosen.name, remedy))
@@ -256,7 +262,7 @@ class Engine:
         with self._lock:
             self._refuse_closed()
             waiting = sum(len(method_batch.waiting) for method_batch in self._method_batches.values())
-            if waiting >= self.max_waiting:
+            if waiting >= self.max_waiting and after is None:
                 raise EngineFull(
                     sentence(_OP, f"{waiting} requests wait already", "Try again later, or raise max_waiting.")
                 )

@@ -30,6 +30,7 @@ except ModuleNotFoundError as missing:
 from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
 from pdkernels.serve.answers import Answer
+from pdkernels.serve.bodies import JsonRoute
 from pdkernels.serve.compiling import GrammarPool
 from pdkernels.serve.description import describe, methods_of
 from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure, why_closed
@@ -53,6 +54,7 @@ class Limits:
     Attributes:
         body: bytes of a request.
         body_seconds: in which it must arrive; so must the head of a request.
+        unread_seconds: after which a client that takes nothing more of its answer is cut off (on Linux).
         choices: answers that one request may ask for.
         seconds: of an answer; None: no limit. A request's own `timeout` counts if it is smaller.
         shutdown: seconds that requests have to finish after the server was told to stop.
@@ -62,6 +64,7 @@ class Limits:
 
     body: int = 1 << 20
     body_seconds: float = 30.0
+    unread_seconds: float = 60.0
     choices: int = 16
     seconds: float | None = 600.0
     shutdown: float = 30.0
@@ -125,6 +128,7 @@ def create_app(
                 await run(partial(engine.close, finish=False, timeout=10.0))
 
     app = FastAPI(title="pdkernels", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     checks: dict[str, Any] = {"api_key": api_key, "origins": origins, "hosts": hosts}
     app.add_middleware(Gate, body=bounds.body, seconds=bounds.body_seconds, **checks)
     if origins:  # before the gate: a browser asks without the key whether it may send it

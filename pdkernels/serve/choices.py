@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from pdkernels.engine import EngineFull, Generation
+from pdkernels.engine import Generation
 from pdkernels.serve.parser import AnswerParser, Thought
 from pdkernels.serve.stops import StopCut
 from pdkernels.serve.tagged import CallDelta
@@ -16,7 +15,6 @@ from pdkernels.serve.threads import in_thread
 Standing = list[str | None]
 """What stands after a text: pieces of text, None for each position where nothing is written."""
 New = str | Thought | CallDelta | Standing
-_AGAIN = 0.05  # seconds after which the rest of an answer is submitted once more
 
 
 class Rest(NamedTuple):
@@ -41,8 +39,8 @@ class Choice:
         parser: finds thoughts and calls; None: all is text.
         marks: the tags that are special tokens, which texts leave out, by their ids.
         closing: what closes a thought whose budget is spent.
-        go_on: submits what comes after the budget, from the tokens so far and whether they are closed; None: there is no
-            budget.
+        go_on: submits what comes after the budget, from the generation of the thought, its tokens and whether they must be
+            closed; None: there is no budget.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class Choice:
         parser: AnswerParser | None = None,
         marks: Mapping[int, str] = {},
         closing: str = "",
-        go_on: Callable[[list[int], bool], Rest] | None = None,
+        go_on: Callable[[Generation, list[int], bool], Rest] | None = None,
     ) -> None:
         self.handle, self.prompt, self.tokenizer, self._before, self._parser = (
             handle,
@@ -67,6 +65,7 @@ class Choice:
         self.marks, self._closing, self._go_on = marks, closing, go_on
         self._stops, self._cut, self._decoder = stops, StopCut(stops), tokenizer.incremental()
         self._ended = list[Generation]()
+        self._rest: Generation | None = None
         self._forced, self._late, self._cancelled = 0, False, False
         self.text = ""
         """What `news` has read so far, thoughts and calls included."""
@@ -127,14 +126,15 @@ class Choice:
         if go_on is None or parser is None or ended or parser.over or self._cancelled:
             return False, news
         closes, tokens = parser.thinking, [token for piece in self.handle.pieces for token in piece.ids]
-        while True:
-            try:
-                continuation = await in_thread(go_on, tokens, closes)
-                break
-            except EngineFull:  # the request was let in once, and ends when its time is over
-                await asyncio.sleep(_AGAIN)
-                if self._cancelled:
-                    return False, news
+
+        def submit() -> Rest:
+            rest = go_on(self.handle, tokens, closes)
+            self._rest = rest.generation
+            if self._cancelled:  # nobody may wait for it any more
+                self.cancel()
+            return rest
+
+        continuation = await in_thread(submit)
         if closes:
             news += [*self._read(self._decoder.flush()), *self._parsed(self._cut.flush()), *self._parsed(self._closing)]
             # Stop strings are searched for in what the model writes, and the rest is a text of its own for that.
@@ -144,14 +144,14 @@ class Choice:
         if continuation.generation is not None:
             self._ended.append(self.handle)
             self.handle = continuation.generation
-            if self._cancelled:
-                self.handle.cancel()
         return continuation.generation is not None, merged(news)
 
     def cancel(self) -> None:
         """Ends what still runs."""
         self._cancelled = True
         self.handle.cancel()
+        if self._rest is not None:
+            self._rest.cancel()
 
     def _written(self, tokens: list[int | None]) -> Standing:
         standing: Standing = []

@@ -242,7 +242,7 @@ class Frontend:
             fault = f"thinking_token_budget must leave room in {self.engine.max_prompt_tokens} tokens, of which the prompt takes {len(ids)}"
             raise Refused(fault, 400, "thinking_token_budget")
 
-        def go_on(tokens: list[int], closes: bool) -> Rest:
+        def go_on(thought: Generation, tokens: list[int], closes: bool) -> Rest:
             forced = closing[: limit - len(tokens)] if closes else []
             room = limit - len(tokens) - len(forced)
             if room <= 0:
@@ -254,7 +254,8 @@ class Frontend:
             least = max(0, params.min_new_tokens - len(tokens) - len(forced))
             max_time = None if params.max_time is None else max(0.0, params.max_time - spent)
             rest_params = params.replace(max_new_tokens=room, min_new_tokens=least, max_time=max_time)
-            return Rest(run([*ids, *tokens, *forced], params=rest_params, timeout=seconds_left), len(forced))
+            rest = run([*ids, *tokens, *forced], params=rest_params, timeout=seconds_left, after=thought)
+            return Rest(rest, len(forced))
 
         if budget + opening == 0:
             reading_options["parser"].feed(form.closing)

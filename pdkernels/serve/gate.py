@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 
 from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, shown
-from pdkernels.serve.json_text import NotANumber, parsed_json
 
 LOG = logging.getLogger("pdkernels.serve")
 _OPEN = ("/", "/health")  # pages that need no key
@@ -119,8 +118,6 @@ class Gate:
         is_json = kind == "application/json" or re.fullmatch(r"application/\S+\+json", kind)
         if scope["method"] == "POST" and (body or kind) and not is_json:
             raise Refused("the body must be a JSON object, sent with Content-Type: application/json", 400)
-        if body:
-            _check_numbers(body)
         await self._app(scope, _replayed(body, receive), send)
 
     async def _body(self, receive: Any, announced: int) -> bytes | None:
@@ -151,17 +148,6 @@ class Gate:
         for origin in origins:
             if not (self._origins & {"*", origin} or (hosts and _same_site(origin, hosts[-1]))):
                 raise Refused(f"pages of {shown(origin)} may not send requests here", 403)
-
-
-def _check_numbers(body: bytes) -> None:
-    """Refuses NaN, Infinity and numbers beyond all floats, in whatever encoding and form the application would read them.
-    Whatever else is wrong with a body, it says itself."""
-    try:
-        parsed_json(body)
-    except NotANumber as error:
-        raise Refused(f"the body is not JSON that all read: {shown(error.text)} is no number there", 400) from None
-    except (ValueError, RecursionError):
-        pass
 
 
 def log_failure(method: str, path: str, error: BaseException) -> None:

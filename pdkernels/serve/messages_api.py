@@ -20,7 +20,7 @@ from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, error_body, of_failure, renamed, shown
 from pdkernels.serve.gate import log_failure
 from pdkernels.serve.messages import handed_on, part
-from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
+from pdkernels.serve.schema import ChatRequest, Common, Depth, Flag, Integer, OneAnswer, Strict
 from pdkernels.serve.service import Service
 from pdkernels.serve.threads import in_thread
 
@@ -43,14 +43,14 @@ class _Tool(Strict):
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] = "custom"
-    strict: bool | None = None
+    strict: Flag | None = None
     cache_control: _CacheControl | None = None
 
 
 class _ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: Flag = False
 
     @model_validator(mode="after")
     def _of_one(self) -> _ToolChoice:
@@ -61,7 +61,7 @@ class _ToolChoice(Strict):
 
 class _Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[Integer, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
     """A thought that is shown comes whole."""
 
@@ -147,7 +147,7 @@ class CountRequest(Strict):
 class MessagesRequest(CountRequest, OneAnswer, Common):  # type: ignore[misc]
     """The body of `/v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Annotated[Integer, Field(ge=1)]
     stop_sequences: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None
     ) = None

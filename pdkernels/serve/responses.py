@@ -21,7 +21,7 @@ from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, of_failure, renamed, shown
 from pdkernels.serve.gate import Escaped, log_failure
 from pdkernels.serve.messages import arguments_of, handed_on, part
-from pdkernels.serve.schema import ChatRequest, Common, Depth, OneAnswer, Strict
+from pdkernels.serve.schema import ChatRequest, Common, Depth, Flag, Integer, OneAnswer, Strict
 from pdkernels.serve.service import Service
 
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -40,7 +40,7 @@ class _Format(Strict):
     name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
+    strict: Flag | None = None
     key_order: Literal["schema", "any"] | None = None
     whitespace: str | None = None
     depth: Depth | None = None
@@ -56,7 +56,7 @@ class _Tool(Strict):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class _Chosen(Strict):
@@ -70,21 +70,21 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool = True
+    store: Flag = True
     """Whether it can be named as `previous_response_id`, and be read again."""
     background: Literal[False] = False
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Chosen | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     text: _Text = _Text()
     reasoning: _Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # `_ENCRYPTED`
     """A thought is part of its item, which can be sent back: nothing is encrypted."""
-    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    thinking_token_budget: Annotated[Integer, Field(ge=0)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self, before: list[dict[str, Any]]) -> ChatRequest:

@@ -15,6 +15,7 @@ from pdkernels.serve.app import Limits
 _READ = 10  # seconds in which clients may read the rest of answers that have ended
 _WRITE = 10  # seconds in which an engine may write what it keeps
 _PIECE = 1 << 11  # bytes that are parsed at once
+_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # of Linux
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:
@@ -47,11 +48,12 @@ def listeners(host: str, port: int) -> list[socket.socket]:
     return found
 
 
-def fair(protocol: Any, seconds: float) -> Any:
+def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
     """uvicorn's protocol of a connection, in which no client makes others wait.
 
     What has come is parsed in pieces, between which others have their turn: a body in chunks of a byte takes long. And
-    a connection is closed if the head of a request does not arrive within `seconds`; uvicorn itself waits for ever.
+    a connection is closed if the head of a request does not arrive within `seconds`, or if its client takes nothing of
+    an answer for `unread` seconds; uvicorn itself waits for ever.
     """
 
     class Fair(protocol):  # type: ignore[misc]
@@ -60,6 +62,10 @@ def fair(protocol: Any, seconds: float) -> Any:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            connection = transport.get_extra_info("socket")
+            if connection is not None and _USER_TIMEOUT is not None:
+                # The kernel alone knows what a client has taken: megabytes of an answer are in its buffers.
+                connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, max(1, int(1000 * unread)))
             self._wait()
 
         def data_received(self, data: bytes) -> None:
@@ -111,7 +117,7 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
         remedy = "Install it with `pip install uvicorn`."
         raise ImportError(sentence("serve", "a server needs uvicorn", remedy)) from missing
     bounds = limits or Limits()
-    seconds, protocol = bounds.shutdown, fair(AutoHTTPProtocol, bounds.body_seconds)
+    seconds, protocol = bounds.shutdown, fair(AutoHTTPProtocol, bounds.body_seconds, bounds.unread_seconds)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

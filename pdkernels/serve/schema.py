@@ -9,20 +9,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     StrictInt,
     ValidationError,
     create_model,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from pdkernels.generation.params import SETTINGS, Setting
 
 _LONGEST = Field(max_length=4096)
 """Limit of lists and objects."""
+
+
+def _number(kind: Literal["int_type", "float_type"]) -> BeforeValidator:
+    def validate(value: Any) -> Any:
+        if isinstance(value, (bool, str)):
+            raise PydanticKnownError(kind)
+        return value
+
+    return BeforeValidator(validate)
+
+
+# Neither true nor "1" is a number in a body, and neither 1 nor "yes" a flag; 16.0 is an integer.
+Integer = Annotated[int, _number("int_type")]
+Number = Annotated[float, _number("float_type")]
+Flag = StrictBool
 
 
 class Strict(BaseModel):
@@ -40,18 +57,18 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """How a stream ends."""
 
-    include_usage: bool = False
+    include_usage: Flag = False
     include_obfuscation: Literal[False] | None = None
 
 
 def _json_type(setting: Setting) -> Any:
     """The type of a setting's field."""
     minimum, maximum = setting.wire_bounds
-    number = Annotated[float, Field(ge=minimum, le=maximum, allow_inf_nan=False)]
+    number = Annotated[Number, Field(ge=minimum, le=maximum, allow_inf_nan=False)]
     token_ids = Annotated[list[StrictInt], _LONGEST]
     types = {
         "number": number,
-        "integer": Annotated[int, Field(ge=minimum, le=maximum)],
+        "integer": Annotated[Integer, Field(ge=minimum, le=maximum)],
         "integers": token_ids,
         "sequences": Annotated[list[token_ids], _LONGEST],
         "numbers by token": Annotated[dict[int, number], _LONGEST],
@@ -76,7 +93,7 @@ class Common(Strict):
     """Fields of all routes that generate."""
 
     model: str
-    stream: bool = False
+    stream: Flag = False
     # These say who asks or what for, which changes no text, or ask for nothing.
     user: str | None = None
     safety_identifier: str | None = None
@@ -87,11 +104,11 @@ class Common(Strict):
     """The decoding method; None: the server's."""
     options: dict[str, Any] | None = None
     """Options of the method."""
-    timeout: Annotated[float, Field(gt=0)] | None = None
+    timeout: Annotated[Number, Field(gt=0)] | None = None
     """Seconds after which an answer ends with what it has."""
-    ignore_eos: bool = False
+    ignore_eos: Flag = False
     """Whether the model's end tokens are tokens like others."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     """So many tokens at the end of a prompt are kept; -1: as many as are taken here."""
     priority: Literal[0] = 0
 
@@ -106,7 +123,7 @@ class Settings(Sampling, Common):  # type: ignore[misc]
     """A regular expression that the whole answer matches."""
     choice: Annotated[list[str], Field(min_length=1)] | None = None
     """Texts of which the answer is one."""
-    provisional: bool = False
+    provisional: Flag = False
     """Whether a stream also says what stands after its text so far, and may still change; of methods that fill
     positions in any order."""
 
@@ -131,7 +148,7 @@ class JsonSchema(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     name: str = ""
     description: str | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     key_order: Literal["schema", "any"] = "schema"
     whitespace: str | None = None
@@ -153,7 +170,7 @@ class Function(Strict):
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class Tool(Strict):
@@ -175,21 +192,21 @@ class ChatRequest(Settings):
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     """Of a dictionary, a function's: `{"type": "function", "function": {"name": ..}}`."""
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     """False: an answer has at most one call."""
-    calls_in_thoughts: bool = False
+    calls_in_thoughts: Flag = False
     """Whether calls inside a thought count, too."""
     modalities: list[Literal["text"]] | None = None
     response_format: ResponseFormat | None = None
-    logprobs: bool | None = None
+    logprobs: Flag | None = None
     top_logprobs: _json_type(SETTINGS["logprobs"]) | None = None  # type: ignore[valid-type]
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """For templates that know it."""
-    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    thinking_token_budget: Annotated[Integer, Field(ge=0)] | None = None
     """Tokens of a thought, after which it is closed."""
-    separate_reasoning: bool = True
+    separate_reasoning: Flag = True
     """Whether a thought comes apart from the text; else it is part of it, with its tags."""
-    include_reasoning: bool = True
+    include_reasoning: Flag = True
     """Whether a thought that comes apart comes at all."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as `enable_thinking`."""
@@ -218,8 +235,8 @@ class CompletionRequest(Settings):
     max_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = 16  # type: ignore[valid-type]
     suffix: str | None = None
     """What comes after the answer, for models that fill in the middle."""
-    echo: bool = False
-    best_of: int | None = None
+    echo: Flag = False
+    best_of: Integer | None = None
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -235,8 +252,8 @@ class ReplayRequest(Strict):
     """The body of `/replay`: a page that shows a generation step by step."""
 
     prompt: Annotated[str, Field(min_length=1)]
-    chat: bool = False
+    chat: Flag = False
     method: str | None = None
     options: dict[str, Any] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] = 64
-    stream: bool = False
+    max_tokens: Annotated[Integer, Field(ge=1)] = 64
+    stream: Flag = False

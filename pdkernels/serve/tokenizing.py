@@ -13,7 +13,7 @@ from pydantic import Field, StrictInt
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.frontend import Frontend
 from pdkernels.serve.log_probs import shown, written
-from pdkernels.serve.schema import ChatRequest, Strict, Tool
+from pdkernels.serve.schema import ChatRequest, Flag, Strict, Tool
 from pdkernels.serve.threads import in_thread
 
 
@@ -23,13 +23,13 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: Flag | None = None
     """Whether those are added that the tokenizer puts around a text; a chat's template writes them itself."""
-    return_token_strs: bool = False
+    return_token_strs: Flag = False
     """Whether each token's text comes, too."""
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: Flag | None = None
     """Whether a chat ends with the beginning of an answer; null: unless its last message is continued."""
-    continue_final_message: bool = False
+    continue_final_message: Flag = False
     """Whether a chat ends within its last message."""
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

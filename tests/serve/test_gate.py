@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -225,6 +227,60 @@ def test_the_head_of_a_request_is_not_waited_for() -> None:
                         answer += connection.recv(4096)
                     connection.sendall(b"GET / HT")
                 assert connection.recv(4096) == b""
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system does not close such connections")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_answer_that_nobody_reads_is_not_kept(stream: bool) -> None:
+    """Its connection is closed, and the application hears that the client has gone. A slow reader gets all of it."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    size, pieces, gone = 1 << 24, 1 << 8, threading.Event()
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(pieces if stream else 1):
+            await send(
+                {"type": "http.response.body", "body": b"x" * (size // (pieces if stream else 1)), "more_body": True}
+            )
+        await send({"type": "http.response.body", "body": b""})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    with serving(large, http=fair(AutoHTTPProtocol, 60.0, 0.3), lifespan="off") as address:
+        host, port = address.removeprefix("http://").split(":")
+        for reads in (True, False):
+            gone.clear()
+            with socket.create_connection((host, int(port)), timeout=30) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                received = 0
+                while reads and (piece := connection.recv(1 << 20)):
+                    received += len(piece)
+                    time.sleep(0.02)
+                assert received > size or not reads
+                assert gone.wait(30)
+                while not reads:  # what the client's own buffers hold
+                    try:
+                        received += len(connection.recv(1 << 20))
+                    except ConnectionError:
+                        break
+                assert reads or received < size
+
+
+def test_a_body_is_parsed_once(monkeypatch: pytest.MonkeyPatch, app_client: Any) -> None:
+    times, loads = list[Any](), json.loads
+
+    def counted(text: Any, **options: Any) -> Any:
+        times.append(text)
+        return loads(text, **options)
+
+    monkeypatch.setattr(json, "loads", counted)
+    content = json.dumps({"model": "tiny", "prompt": "import", "max_tokens": 1}).encode()
+    assert app_client.post("/v1/completions", content=content, headers=JSON).status_code == 200
+    assert [bytes(text) for text in times if not isinstance(text, str)] == [content]
 
 
 class Panic(BaseException):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
+import time
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -13,8 +17,9 @@ from fastapi.testclient import TestClient
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, from_callable
 from pdkernels.serve import create_app
+from pdkernels.serve.answers import whole_choice
 from pdkernels.serve.blocks import block_steps
-from pdkernels.serve.choices import Choice
+from pdkernels.serve.choices import Choice, Rest
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.forms import asked_grammar
 from pdkernels.serve.messages import handed_on
@@ -91,49 +96,44 @@ def test_a_stop_string_over_the_end_of_a_budget_ends_the_answer(serve: Any) -> N
         assert answer.usage.completion_tokens < 100
 
 
-def test_the_rest_after_a_budget_waits_where_a_new_request_is_refused() -> None:
-    """The request was let in once, and others that came meanwhile do not cost it its answer."""
+BUDGETED = {
+    "model": "tiny", "messages": [{"role": "user", "content": "class Node:"}], "max_tokens": 30, "thinking_token_budget": 4, "ignore_eos": True,
+}  # fmt: skip
+
+
+def full_at_the_rest(monkeypatch: Any, engine: Any, on_tokens: Any = None) -> list[Any]:
+    """Has others fill an engine whenever the rest of an answer is submitted; returns those requests."""
+    submit, others = engine.submit, list[Any]()
+
+    def submitted(*arguments: Any, **options: Any) -> Any:
+        if len(arguments[0]) > len("class Node:<think>") and others.count(None) < 3:
+            with pytest.raises(pd.engine.EngineFull):
+                while True:
+                    others.append(submit([0], max_new_tokens=64, end_tokens=(), on_tokens=on_tokens))
+            others.append(None)
+        return submit(*arguments, **options)
+
+    monkeypatch.setattr(engine, "submit", submitted)
+    return others
+
+
+def test_the_rest_after_a_budget_waits_for_its_turn_in_a_full_engine(monkeypatch: Any) -> None:
+    """The request was let in once: others that came meanwhile do not cost it its answer, and later ones go behind it."""
     engine = chatting(max_running=1, max_waiting=1)
     with TestClient(create_app(engine, "tiny"), raise_server_exceptions=False) as made:
-        submit, refused = engine.submit, list[None]()
-
-        def full(*arguments: Any, **options: Any) -> Any:
-            prompt = arguments[0]
-            if len(prompt) > len("class Node:<think>") and len(refused) < 3:
-                refused.append(None)
-                raise pd.engine.EngineFull("many wait")
-            return submit(*arguments, **options)
-
-        engine.submit = full
-        chat = {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": "class Node:"}],
-            "max_tokens": 30,
-            "thinking_token_budget": 4,
-        }
-        answer = made.post(CHAT, json=chat)
+        others = full_at_the_rest(monkeypatch, engine)
+        answer = made.post(CHAT, json=BUDGETED)
         assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["completion_tokens"] == 30 and len(refused) == 3
+        assert answer.json()["usage"]["completion_tokens"] == 30 and others.count(None) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_the_rest_after_a_budget_waits_no_longer_than_its_time(stream: bool) -> None:
+def test_the_rest_after_a_budget_waits_no_longer_than_its_time(monkeypatch: Any, stream: bool) -> None:
     """What there is comes, and the reason is that of any answer whose time is over."""
-    engine = chatting()
+    engine = chatting(max_running=1, max_waiting=1)
     with TestClient(create_app(engine, "tiny"), raise_server_exceptions=False) as made:
-        submit = engine.submit
-
-        def full(*arguments: Any, **options: Any) -> Any:
-            if len(arguments[0]) > len("class Node:<think>"):
-                raise pd.engine.EngineFull("many wait")
-            return submit(*arguments, **options)
-
-        engine.submit = full
-        chat = {
-            "model": "tiny", "messages": [{"role": "user", "content": "class Node:"}], "max_tokens": 30,
-            "thinking_token_budget": 4, "timeout": 0.5, "stream": stream, "ignore_eos": True,
-        }  # fmt: skip
-        answer = made.post(CHAT, json=chat)
+        full_at_the_rest(monkeypatch, engine, lambda *_: time.sleep(0.05))
+        answer = made.post(CHAT, json=BUDGETED | {"timeout": 0.5, "stream": stream})
         assert answer.status_code == 200, answer.text
         if stream:
             last = json.loads(answer.text.split("data: ")[-2])["choices"][0]
@@ -141,6 +141,49 @@ def test_the_rest_after_a_budget_waits_no_longer_than_its_time(stream: bool) -> 
             last = answer.json()["choices"][0]
             assert 4 <= answer.json()["usage"]["completion_tokens"] < 30
         assert last["finish_reason"] == "timeout"
+        engine.close(finish=False)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["waiting", "submitted"])
+def test_a_client_that_goes_between_the_parts_of_an_answer_ends_the_second_one(late: bool) -> None:
+    """Its generation is made in a thread, which nobody may wait for any more."""
+    engine = chatting()
+    with engine:
+        first, rests, going, gone = (
+            engine.submit("a", max_new_tokens=2),
+            list[Any](),
+            threading.Event(),
+            threading.Event(),
+        )
+        first.result()
+
+        def go_on(*_: Any) -> Rest:
+            if late:
+                rests.append(
+                    engine.submit("b", max_new_tokens=300, end_tokens=(), on_tokens=lambda *_: time.sleep(0.01))
+                )
+            going.set()
+            gone.wait(30)
+            if not late:
+                rests.append(
+                    engine.submit("b", max_new_tokens=300, end_tokens=(), on_tokens=lambda *_: time.sleep(0.01))
+                )
+            return Rest(rests[0], 0)
+
+        choice = Choice(first, engine.model.tokenizer, (), parser=AnswerParser(None), go_on=go_on)
+
+        async def hang_up() -> None:
+            reading = asyncio.ensure_future(whole_choice(choice))
+            while not going.is_set():
+                await asyncio.sleep(0.01)
+            reading.cancel()
+            choice.cancel()
+            gone.set()
+
+        asyncio.run(hang_up())
+        with contextlib.suppress(CancelledError):
+            rests[0].result(60)
+        assert rests[0].finish_reason == "cancelled"
 
 
 def test_both_parts_of_a_budgeted_answer_have_one_time() -> None:

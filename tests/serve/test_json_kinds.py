@@ -1,0 +1,82 @@
+"""A value in a body is of the kind that its field has: true is no number, and 1 is no flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pdkernels as pd
+
+pytest.importorskip("fastapi")
+from fastapi.testclient import TestClient
+
+from pdkernels.serve import create_app
+from tests.serve.clients import Chatting
+from tests.serve.test_fields import BODIES, CHAT, TEMPLATE, TEXT, TOKENIZE
+
+Place = tuple[str, ...]
+WRONG: dict[str, list[Any]] = {
+    "integer": [True, False, "1"],
+    "number": [True, False, "0.5"],
+    "boolean": [1, 0, "true", "yes"],
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer, TEMPLATE)
+    with TestClient(create_app(pd.Engine(model, max_new_tokens=32), "tiny"), raise_server_exceptions=False) as made:
+        yield made
+
+
+def places(schema: dict[str, Any], known: dict[str, Any], at: Place = ()) -> Iterator[tuple[Place, str]]:
+    """Where a body has numbers and flags, and which of them, by the server's own description."""
+    schema = known[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    others = [one for one in schema.get("anyOf", []) if one.get("type") != "null"]
+    for one in others if len(others) == 1 or not at else []:
+        yield from places(one, known, at)
+    if schema.get("type") in WRONG and "const" not in schema and "enum" not in schema:
+        yield at, schema["type"]
+    for name, one in schema.get("properties", {}).items():
+        yield from places(one, known, (*at, name))
+    if isinstance(more := schema.get("additionalProperties"), dict) and more.get("type") != "null":
+        yield from places(more, known, (*at, "7"))
+    if "items" in schema:
+        yield from places(schema["items"], known, (*at, "0"))
+
+
+def holding(at: Place, value: Any) -> Any:
+    for name in reversed(at):
+        value = [value] if name == "0" else {name: value}
+    return value
+
+
+def test_every_number_and_flag_of_every_route_is_one(client: Any) -> None:
+    description = client.get("/openapi.json").json()
+    known, count = description["components"]["schemas"], 0
+    bodies = {**BODIES, "/replay": {"prompt": "a"}, "/tokenize": BODIES[TOKENIZE], "/detokenize": {"tokens": [97]}}
+    for route, body in bodies.items():
+        schema = description["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for at, kind in places(schema, known):
+            for value in WRONG[kind]:
+                filled = holding(at, value)
+                answer = client.post(route, json=body | filled)
+                error = answer.json().get("error", {})
+                assert answer.status_code == 400, (route, at, value, answer.text)
+                assert (error["param"] or "").startswith(at[0]), (route, at, value, error)
+                count += 1
+    assert count > 300
+
+
+@pytest.mark.parametrize("value", [[True, 1], [[True, 1]], [1.0, 2], [["a"]], True, 1])
+def test_prompts_of_ids_are_integers(client: Any, value: Any) -> None:
+    answer = client.post(TEXT, json=BODIES[TEXT] | {"prompt": value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("prompt")
+
+
+def test_whole_numbers_may_have_a_point(client: Any) -> None:
+    answer = client.post(CHAT, json=BODIES[CHAT] | {"max_tokens": 2.0, "temperature": 0, "seed": 3.0})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
