@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from json import JSONDecodeError
 from typing import Any
 
 from fastapi import HTTPException, Request
@@ -17,12 +18,20 @@ class JsonRequest(Request):
     """A request whose body has no NaN, no Infinity and no number beyond all floats."""
 
     async def json(self) -> Any:
-        """The value of its body; FastAPI says what else is wrong with it."""
+        """The value of its body."""
         try:
             return parsed_json(await self.body())
+        except JSONDecodeError:
+            raise  # FastAPI says where
         except NotANumber as error:
-            fault = f"the body is not JSON that all read: {shown(error.text)} is no number there"
-            raise HTTPException(400, fault) from None
+            fault = f"that all read: {shown(error.text)} is no number there"
+        except UnicodeDecodeError as error:
+            fault = f"in UTF-8: byte {error.start} is part of no character"
+        except RecursionError:
+            fault = "that can be read here: it is too deep"
+        except ValueError:
+            fault = "that can be read here: a number has too many digits"
+        raise HTTPException(400, f"the body is not JSON {fault}")
 
 
 class JsonRoute(APIRoute):

@@ -199,6 +199,8 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     place = ".".join(clipped(str(part), _MAX_NAME) for part in first["loc"][:8] if part != "body")
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}, at character {place}", None
+    if first["type"] == "string_unicode":  # half of a character
+        return f"{place or 'a name of a field'} must hold only Unicode characters", place or None
     if not place:
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     if first["type"] == "extra_forbidden":

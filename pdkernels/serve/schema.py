@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -40,6 +41,22 @@ def _number(kind: Literal["int_type", "float_type"]) -> BeforeValidator:
 Integer = Annotated[int, _number("int_type")]
 Number = Annotated[float, _number("float_type")]
 Flag = StrictBool
+
+
+def _in_unicode(texts: Any) -> Any:
+    for text in [texts] if isinstance(texts, str) else texts or ():
+        try:
+            if isinstance(text, str):
+                text.encode()
+        except UnicodeEncodeError as error:
+            character = ascii(text[error.start])
+            fault = "must hold only Unicode characters, got the surrogate {character}"
+            raise PydanticCustomError("unicode", fault, {"character": character}) from None
+    return texts
+
+
+InUnicode = AfterValidator(_in_unicode)
+"""Of texts that are tokens then; others may hold halves of characters, and come back with them."""
 
 
 class Strict(BaseModel):
@@ -231,9 +248,9 @@ class ChatRequest(Settings):
 class CompletionRequest(Settings):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
+    prompt: Annotated[str | list[StrictInt] | list[str] | list[list[StrictInt]], InUnicode]
     max_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = 16  # type: ignore[valid-type]
-    suffix: str | None = None
+    suffix: Annotated[str | None, InUnicode] = None
     """What comes after the answer, for models that fill in the middle."""
     echo: Flag = False
     best_of: Integer | None = None
@@ -243,7 +260,9 @@ class CompletionRequest(Settings):
     def _one_kind(cls, value: Any, handler: Any) -> Any:
         try:
             return handler(value)
-        except ValidationError:
+        except ValidationError as error:
+            if error.errors()[0]["type"] == "unicode":
+                raise
             fault = "must be a text, a list of token ids, or a list of texts or of lists of ids"
             raise PydanticCustomError("prompt", fault) from None
 
@@ -251,7 +270,7 @@ class CompletionRequest(Settings):
 class ReplayRequest(Strict):
     """The body of `/replay`: a page that shows a generation step by step."""
 
-    prompt: Annotated[str, Field(min_length=1)]
+    prompt: Annotated[str, Field(min_length=1), InUnicode]
     chat: Flag = False
     method: str | None = None
     options: dict[str, Any] | None = None

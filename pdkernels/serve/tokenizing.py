@@ -13,7 +13,7 @@ from pydantic import Field, StrictInt
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.frontend import Frontend
 from pdkernels.serve.log_probs import shown, written
-from pdkernels.serve.schema import ChatRequest, Flag, Strict, Tool
+from pdkernels.serve.schema import ChatRequest, Flag, InUnicode, Strict, Tool
 from pdkernels.serve.threads import in_thread
 
 
@@ -21,7 +21,7 @@ class TokenizeRequest(Strict):
     """The body of `/tokenize`: a text or a chat."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Annotated[str | None, InUnicode] = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: Flag | None = None
     """Whether those are added that the tokenizer puts around a text; a chat's template writes them itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,9 @@ from fastapi.testclient import TestClient
 
 from pdkernels.serve import create_app
 from tests.serve.clients import Chatting
-from tests.serve.test_fields import BODIES, CHAT, TEMPLATE, TEXT, TOKENIZE
+from tests.serve.test_fields import BODIES, CHAT, MESSAGES, RESPONSES, TEMPLATE, TEXT, TOKENIZE
 
+JSON = {"Content-Type": "application/json"}
 Place = tuple[str, ...]
 WRONG: dict[str, list[Any]] = {
     "integer": [True, False, "1"],
@@ -80,3 +82,40 @@ def test_prompts_of_ids_are_integers(client: Any, value: Any) -> None:
 def test_whole_numbers_may_have_a_point(client: Any) -> None:
     answer = client.post(CHAT, json=BODIES[CHAT] | {"max_tokens": 2.0, "temperature": 0, "seed": 3.0})
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
+
+
+HALF = "a \ud83d"
+SAID = {"messages": [{"role": "user", "content": HALF}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        (TEXT, {"prompt": HALF}, "prompt"), (TEXT, {"prompt": ["b", HALF]}, "prompt"), (TEXT, {"suffix": HALF}, "suffix"),
+        (TEXT, {"stop": HALF}, "stop"), (TEXT, {"choice": [HALF]}, "choice"), (TEXT, {"regex": HALF}, "regex"), (TEXT, {HALF: 1}, None),
+        ("/replay", {"prompt": HALF}, "prompt"), (TOKENIZE, {"prompt": HALF, "messages": None}, "prompt"),
+        (TOKENIZE, SAID, "messages"), (CHAT, SAID, "messages"), (MESSAGES, SAID, "messages"), (MESSAGES, {"system": HALF}, "messages"),
+        (RESPONSES, {"input": HALF}, "input"),
+    ],
+)  # fmt: skip
+def test_half_a_character_in_what_the_model_reads_is_refused_by_name(
+    client: Any, route: str, body: Any, field: Any
+) -> None:
+    answer = client.post(route, content=json.dumps(BODIES.get(route, {}) | body), headers=JSON)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "must hold only Unicode characters" in error["message"], answer.text
+    assert (error["param"] or "").startswith(field or "") and (field is not None or error["param"] is None), error
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": "\xe9"}', "in UTF-8: byte 12 is part of no character"), (b"[" * 100_000, "it is too deep"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "a number has too many digits"), (b'{"seed": 1e999}', "'1e999' is no number there"),
+        (b'{"seed": }', "Expecting value, at character 9"),
+    ],
+    ids=["bytes", "depth", "digits", "number", "syntax"],
+)  # fmt: skip
+def test_what_is_wrong_with_json_is_said(client: Any, body: bytes, words: str) -> None:
+    answer = client.post(TEXT, content=body, headers=JSON)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
