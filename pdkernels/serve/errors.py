@@ -216,7 +216,7 @@ def field_hint(name: str) -> str:
     (': its field is stop_token_ids', ': code cannot be sent by HTTP', '')
     """
     setting = SETTINGS.get(ALIASES.get(name, name))
-    if setting is None:
+    if setting is None or setting.wire == name:  # which other routes have
         return ""
     none = (
         "code cannot be sent by HTTP"

@@ -216,7 +216,9 @@ class Frontend:
     def _truncated(self, ids: list[int], most: int | None) -> list[int]:
         if most is None:
             return ids
-        return ids[-(self.engine.max_prompt_tokens if most == -1 else most) :] if most else ids[:0]
+        if most == 0:
+            raise Refused("truncate_prompt_tokens must leave a token", 400, "truncate_prompt_tokens")
+        return ids[-(self.engine.max_prompt_tokens if most == -1 else most) :]
 
     def _chatting(
         self,

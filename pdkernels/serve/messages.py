@@ -45,6 +45,9 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
                 )
             made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
             called |= {call.get("id") or "": call["function"]["name"] for call in made["tool_calls"]}
+        if message.get("function_call") and "function_call" not in template:
+            fault = "the chat template of this model does not show function_call, which tool_calls have replaced"
+            raise Refused(fault, 400, f"{where}.function_call")
         name = called.get(message.get("tool_call_id") or "")
         if role == "tool" and name is not None:
             made.setdefault("name", name)

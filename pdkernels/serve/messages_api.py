@@ -20,7 +20,7 @@ from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, error_body, of_failure, renamed, shown
 from pdkernels.serve.gate import log_failure
 from pdkernels.serve.messages import handed_on, part
-from pdkernels.serve.schema import ChatRequest, Common, Depth, Flag, Integer, OneAnswer, Strict
+from pdkernels.serve.schema import ChatRequest, Common, Depth, Flag, Integer, InUnicode, OneAnswer, Strict, one_of
 from pdkernels.serve.service import Service
 from pdkernels.serve.threads import in_thread
 
@@ -94,7 +94,7 @@ class CountRequest(Strict):
 
     model: str
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
+    system: Annotated[str | list[dict[str, Any]] | None, one_of("a text or a list of blocks"), InUnicode] = None
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None

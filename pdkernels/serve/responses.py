@@ -21,7 +21,7 @@ from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, of_failure, renamed, shown
 from pdkernels.serve.gate import Escaped, log_failure
 from pdkernels.serve.messages import arguments_of, handed_on, part
-from pdkernels.serve.schema import ChatRequest, Common, Depth, Flag, Integer, OneAnswer, Strict
+from pdkernels.serve.schema import ChatRequest, Common, Depth, Flag, Integer, InUnicode, OneAnswer, Strict, one_of
 from pdkernels.serve.service import Service
 
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -67,8 +67,11 @@ class _Chosen(Strict):
 class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     """The body of `/v1/responses`."""
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
-    instructions: str | None = None
+    input: Annotated[
+        Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)],
+        one_of("a text or a list of items, not empty"),
+    ]
+    instructions: Annotated[str | None, InUnicode] = None
     previous_response_id: str | None = None
     store: Flag = True
     """Whether it can be named as `previous_response_id`, and be read again."""
@@ -76,7 +79,10 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _Chosen | None = None
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | _Chosen | None,
+        one_of('"auto", "none", "required", or a function: {"type": "function", "name": ..}'),
+    ] = None
     parallel_tool_calls: Flag | None = None
     text: _Text = _Text()
     reasoning: _Reasoning | None = None

@@ -5,6 +5,7 @@ Source: platform.openai.com/docs/api-reference, "Chat" and "Completions". A fiel
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
     StrictBool,
     StrictInt,
     ValidationError,
+    WrapValidator,
     create_model,
     field_validator,
     model_validator,
@@ -59,6 +61,30 @@ InUnicode = AfterValidator(_in_unicode)
 """Of texts that are tokens then; others may hold halves of characters, and come back with them."""
 
 
+def one_of(kinds: str) -> WrapValidator:
+    """Of a field of several kinds: what it must be, where pydantic names its classes."""
+
+    def validate(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if any(one["type"] == "string_unicode" for one in error.errors()):
+                raise PydanticKnownError("string_unicode") from None
+            raise PydanticCustomError("kinds", f"must be {kinds}") from None  # type: ignore[arg-type]
+
+    return WrapValidator(validate)
+
+
+def _place(key: Any) -> Any:
+    if isinstance(key, str) and not re.fullmatch(r"-?(0|[1-9][0-9]*)", key):
+        raise PydanticKnownError("int_parsing")
+    return key
+
+
+Place = Annotated[int, BeforeValidator(_place)]
+"""A number that is the name of a field, of which there is one spelling: "01" would be a second "1"."""
+
+
 class Strict(BaseModel):
     """A body, or a part of one, whose fields are all known here."""
 
@@ -88,8 +114,8 @@ def _json_type(setting: Setting) -> Any:
         "integer": Annotated[Integer, Field(ge=minimum, le=maximum)],
         "integers": token_ids,
         "sequences": Annotated[list[token_ids], _LONGEST],
-        "numbers by token": Annotated[dict[int, number], _LONGEST],
-        "tokens by place": Annotated[dict[int, StrictInt], _LONGEST],
+        "numbers by token": Annotated[dict[Place, number], _LONGEST],
+        "tokens by place": Annotated[dict[Place, StrictInt], _LONGEST],
         "name": Annotated[str, Field(min_length=1, max_length=256)],
         "strings": Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)],
     }
@@ -248,23 +274,16 @@ class ChatRequest(Settings):
 class CompletionRequest(Settings):
     """The body of `/v1/completions`."""
 
-    prompt: Annotated[str | list[StrictInt] | list[str] | list[list[StrictInt]], InUnicode]
+    prompt: Annotated[
+        str | list[StrictInt] | list[str] | list[list[StrictInt]],
+        one_of("a text, a list of token ids, or a list of texts or of lists of ids"),
+        InUnicode,
+    ]
     max_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = 16  # type: ignore[valid-type]
     suffix: Annotated[str | None, InUnicode] = None
     """What comes after the answer, for models that fill in the middle."""
     echo: Flag = False
     best_of: Integer | None = None
-
-    @field_validator("prompt", mode="wrap")
-    @classmethod
-    def _one_kind(cls, value: Any, handler: Any) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            if error.errors()[0]["type"] == "unicode":
-                raise
-            fault = "must be a text, a list of token ids, or a list of texts or of lists of ids"
-            raise PydanticCustomError("prompt", fault) from None
 
 
 class ReplayRequest(Strict):

@@ -35,6 +35,9 @@ class TokenizeRequest(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+_OF_CHATS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
 class TokenizeResponse(Strict):
     """Tokens of a text or a chat."""
 
@@ -72,6 +75,9 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise Refused("either prompt or messages must be given", 400, "prompt")
         if body.prompt is not None:
+            for name in _OF_CHATS:
+                if getattr(body, name):
+                    raise Refused(f"{name} is of a chat: messages must be given in place of prompt", 400, name)
             bare = (
                 {}
                 if body.add_special_tokens in (None, True) or not adds_tokens(tokenizer)

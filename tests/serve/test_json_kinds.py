@@ -94,7 +94,7 @@ SAID = {"messages": [{"role": "user", "content": HALF}]}
         (TEXT, {"prompt": HALF}, "prompt"), (TEXT, {"prompt": ["b", HALF]}, "prompt"), (TEXT, {"suffix": HALF}, "suffix"),
         (TEXT, {"stop": HALF}, "stop"), (TEXT, {"choice": [HALF]}, "choice"), (TEXT, {"regex": HALF}, "regex"), (TEXT, {HALF: 1}, None),
         ("/replay", {"prompt": HALF}, "prompt"), (TOKENIZE, {"prompt": HALF, "messages": None}, "prompt"),
-        (TOKENIZE, SAID, "messages"), (CHAT, SAID, "messages"), (MESSAGES, SAID, "messages"), (MESSAGES, {"system": HALF}, "messages"),
+        (TOKENIZE, SAID, "messages"), (CHAT, SAID, "messages"), (MESSAGES, SAID, "messages"), (MESSAGES, {"system": HALF}, "system"),
         (RESPONSES, {"input": HALF}, "input"),
     ],
 )  # fmt: skip
@@ -119,3 +119,36 @@ def test_half_a_character_in_what_the_model_reads_is_refused_by_name(
 def test_what_is_wrong_with_json_is_said(client: Any, body: bytes, words: str) -> None:
     answer = client.post(TEXT, content=body, headers=JSON)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+
+CALLED = {"role": "assistant", "content": None, "function_call": {"name": "get", "arguments": "{}"}}
+COUNT = "/v1/messages/count_tokens"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field", "words"),
+    [
+        (RESPONSES, {"input": []}, "input", "a text or a list of items"), (RESPONSES, {"input": ""}, "input", "not empty"),
+        (RESPONSES, {"tool_choice": {"type": "file_search"}}, "tool_choice", '"auto", "none", "required", or a function'),
+        (RESPONSES, {"instructions": HALF}, "instructions", "Unicode"), (MESSAGES, {"system": HALF}, "system", "Unicode"),
+        (MESSAGES, {"system": 1}, "system", "a text or a list of blocks"), (MESSAGES, {"n": 2}, "n", "n is not supported here"),
+        (COUNT, {"max_tokens": 2}, "max_tokens", "max_tokens is not supported here"),
+        *((route, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must leave a token") for route in (TEXT, CHAT, RESPONSES, MESSAGES)),
+        *((TOKENIZE, {"prompt": "a", "messages": None, name: value}, name, "is of a chat") for name, value in {
+            "tools": [{"type": "function", "function": {"name": "a"}}], "chat_template_kwargs": {"a": 1}, "add_generation_prompt": True,
+            "continue_final_message": True}.items()),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}, CALLED]}, "messages.1.function_call", "does not show function_call"),
+        *((TEXT, {"logit_bias": {key: 1}}, "logit_bias", "must be an integer") for key in ("01", " 1", "1.0", "1_0", "+1", "true")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(
+    client: Any, route: str, body: Any, field: str, words: str
+) -> None:
+    answer = client.post(route, content=json.dumps(BODIES[route] | body), headers=JSON)
+    error = answer.json().get("error", {"param": None, "message": ""})
+    assert answer.status_code == 400 and (error["param"] or "").startswith(field) and words in error["message"], (
+        answer.text
+    )
+    assert "its field is" not in error["message"] and not (
+        set("[]'") & set(error["param"]) - set("[]" if "key" in error["param"] else "")
+    )
