@@ -70,7 +70,7 @@ def one_of(kinds: str) -> WrapValidator:
         except ValidationError as error:
             if any(one["type"] == "string_unicode" for one in error.errors()):
                 raise PydanticKnownError("string_unicode") from None
-            raise PydanticCustomError("kinds", f"must be {kinds}") from None  # type: ignore[arg-type]
+            raise PydanticCustomError("kinds", f"must be {kinds}") from None
 
     return WrapValidator(validate)
 

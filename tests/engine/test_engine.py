@@ -377,6 +377,7 @@ def test_cancelled_late_and_refused_requests() -> None:
         late = engine.submit("import", max_new_tokens=3, timeout=0.01)
         with pytest.raises(EngineFull, match="2 requests wait already"):
             engine.submit("import", max_new_tokens=3)
+        rest = engine.submit("import", max_new_tokens=3, after=first)  # which was let in
         with pytest.raises(TimeoutError, match="request 1 has not ended within 0.0"):
             waiting.result(0.01)
         waiting.cancel()
@@ -385,6 +386,7 @@ def test_cancelled_late_and_refused_requests() -> None:
             waiting.result(60)
         with pytest.raises(CancelledError, match="before it began: timeout"):
             late.result(60)
+        assert rest.result(60).stats.tokens == 3
         assert first.result(60).stats.tokens == 50 and first.finish_reason == "length"
 
         for wrong, words in (
