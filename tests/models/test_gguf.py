@@ -14,7 +14,9 @@ import torch
 from pdkernels import models
 from pdkernels.decoding import generate
 from pdkernels.models import FactorScaling, LinearScaling, YarnScaling
+from pdkernels.models.checkpoints import gguf as checkpoint_gguf
 from pdkernels.models.files import gguf_file
+from pdkernels.models.files.layout import Stored
 from tests.models.test_adapters import lora, plain_merged, save
 from tests.support.checkpoints import LLAMA31, frequency, plain_logits, random_checkpoint
 
@@ -147,9 +149,17 @@ REFUSED = [
 ]
 WRONG = [
     ({"embedding_length": None}, "m.gguf: llama must hold 'embedding_length', got only "),
-    ({"block_count": 10**9}, "checkpoint must hold every tensor of its m.gguf, got 21 for 1000000000 layers."),
-    ({"block_count": 3}, "checkpoint must hold every tensor of its m.gguf, got none called blk.2.attn_q.weight, "),
-    ({"block_count": 1}, "checkpoint must hold only tensors of its m.gguf, got also blk.1.attn_k.weight, "),
+    (
+        {"block_count": 10**9},
+        "m.gguf must hold every tensor that its keys describe, got 21 for 1000000000 layers. It may be one part of a split "
+        "model: join these with `llama-gguf-split --merge`.",
+    ),
+    (
+        {"block_count": 3},
+        "m.gguf must hold every tensor that its keys describe, got none called blk.2.attn_q.weight, blk.2.attn_k.weight, "
+        "blk.2.attn_v.weight, blk.2.attn_output.weight and 5 more. It may be one part of a split model: join these",
+    ),
+    ({"block_count": 1}, "m.gguf must hold only tensors that its keys describe, got also blk.1.attn_k.weight, "),
     ({"feed_forward_length": [64, 32]}, "m.gguf: llama: feed_forward_length must be an integer from 1 to "),
     ({"feed_forward_length": 32}, "blk.0.ffn_gate.weight must have shape (32, 32), got (64, 32)."),
     ({"attention.head_count_kv": 3}, "m.gguf: kv_heads must divide heads (4), got 3."),
@@ -164,6 +174,21 @@ def test_other_computations_and_wrong_fields(more: dict[str, Any], sentence: str
     with pytest.raises(kind) as caught:
         models.load(tmp_path / "m.gguf")
     assert str(caught.value).startswith("pdkernels.models.load: ") and sentence in str(caught.value)
+
+
+def test_tensors_of_another_architecture() -> None:
+    """Some lie in the places of those that are missing."""
+    config = models.TransformerConfig(
+        vocab_size=9, hidden_size=8, layers=1, heads=1, kv_heads=1, head_dim=8, intermediate_size=8
+    )
+    layout = checkpoint_gguf.layout_of(config, "llama", "m.gguf")
+    stored = {name: Stored(shape, "float32", "m.gguf") for _, parts in layout.parts() for name, shape in parts.items()}
+    stored["blk.0.ffn_gate_up.weight"] = stored.pop("blk.0.ffn_gate.weight")
+    words = (
+        r"none called blk\.0\.ffn_gate\.weight\. It also holds blk\.0\.ffn_gate_up\.weight: it may be of another archi"
+    )
+    with pytest.raises(ValueError, match=r"m\.gguf must hold every tensor that its keys describe, got " + words):
+        layout.stored(stored)
 
 
 def test_other_architectures_and_parts(tmp_path: Path) -> None:

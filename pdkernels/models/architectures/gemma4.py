@@ -8,7 +8,6 @@ Source: transformers, models/gemma4.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from pdkernels._validation import KERNEL_DTYPES
-from pdkernels.models.architectures import fused, packing
+from pdkernels.models.architectures import fused
 from pdkernels.models.architectures.attention import NewRows
 from pdkernels.models.architectures.fused import linear, rms_norm
 from pdkernels.models.architectures.gemma4_config import Gemma4Config
@@ -27,11 +26,6 @@ from pdkernels.models.architectures.rope import RopeTables
 from pdkernels.models.architectures.transformer import Transformer
 
 __all__ = ["Gemma4", "Gemma4Config"]
-
-MATRICES: tuple[str, ...] = (
-    *("embedding", "head", "qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down"),
-    *("layer_embedding", "layer_projection", "input_gate", "input_projection"),
-)
 
 
 class Gemma4(Transformer):
@@ -49,6 +43,10 @@ class Gemma4(Transformer):
     (torch.Size([1, 4, 11]), torch.Size([2, 1, 8, 1, 64]))
     """
 
+    matrices = (
+        *("embedding", "head", "qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down"),
+        *("layer_embedding", "layer_projection", "input_gate", "input_projection"),
+    )
     config: Gemma4Config
     layer_embedding: Matrix | None
     layer_projection: Matrix | None
@@ -78,18 +76,6 @@ class Gemma4(Transformer):
     def packs_rows(self) -> bool:
         """No: a forward on a cache takes no `cu_seqlens`."""
         return False
-
-    def quantized(
-        self, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()
-    ) -> Transformer:
-        """The same model with quantised matrices, see `pdkernels.quantize`. What stays as numbers is shared."""
-        state = packing.quantized_state(self, format, group, skip, self.config.tied_head, matrices=MATRICES)
-        attributes = {name: getattr(self, name) for name in ("tokenizer", "end_tokens", "mask_token", "plan_tokens")}
-        with torch.device("meta"):
-            model = Gemma4(self.config, **attributes)
-        packing.adopt_(model, state)
-        model.cache_dtype, model.layout, model.adapters = self.cache_dtype, self.layout, dict(self.adapters)
-        return model.requires_grad_(False).eval()
 
     def _has_kernels(self) -> bool:
         return self.dtype in KERNEL_DTYPES

@@ -93,13 +93,17 @@ class GreedySteps:
         if bound is None:
             return None
         expect_(cache, 1, None)
+        written = self._table, self._remaining, cache.lengths
+        before = [tensor.clone() for tensor in written] if steps > 1 else []
         arguments = (
             *(bound, self._table, self._remaining, cache.lengths, *whole_step.places(cache), self._ends),
             *(*whole_step.tables_of(*rotations), *self._options, steps, *plan.arguments),
         )
         try:
             entries: list[list[list[int]]] = run_counted(_run, arguments, _WRITES).tolist()
-        except RuntimeError:  # the parts say what does not fit
+        except (RuntimeError, ValueError):  # the parts say what does not fit, after the steps before that one
+            for tensor, values in zip(written, before):
+                tensor.copy_(values)
             return None
         return entries
 

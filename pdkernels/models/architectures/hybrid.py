@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdkernels._validation import check, check_flag, check_type, fail
+from pdkernels._attention import takes_head_dim
+from pdkernels._validation import KERNEL_DTYPES, check, check_flag, check_type, fail
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache, HybridCache, PagePool, StateShape
 from pdkernels.masks import TilePlan, causal
@@ -49,7 +50,6 @@ __all__ = ["Hybrid", "HybridConfig"]
 
 Mixer = Literal["attention", "delta", "conv"]
 L2NORM_EPS = 1e-6
-MATRICES = ("embedding", "head", "qkv", "inputs", "output", "gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,9 @@ class HybridLayer(nn.Module):
         if config.tiled_values:
             q, k = (t.repeat(1, 1, config.value_heads // config.key_heads, 1) for t in (q, k))
         v = v.unflatten(-1, (config.value_heads, -1))
-        factor = self.decay.float() if config.plain_decay else mixer_ops.decay_factors(self.decay)
-        out = rows.delta(self.index, q, k, v, a, b, (factor, self.decay_bias.float()))
+        exact = torch.promote_types(self.decay.dtype, torch.float32)
+        factor = self.decay.to(exact) if config.plain_decay else mixer_ops.decay_factors(self.decay)
+        out = rows.delta(self.index, q, k, v, a, b, (factor, self.decay_bias.to(exact)))
         normed = fused.rms_norm(out.to(x.dtype), self.value_norm, config.norm_eps)
         return linear(mixer_ops.gated_by(normed.flatten(-2), z, "silu"), self.output)
 
@@ -327,6 +328,7 @@ class Hybrid(nn.Module):
     head: Matrix | None
     keeps_rows = False  # rows of recurrent layers cannot be computed anew
     has_adapter = False
+    matrices = ("embedding", "head", "qkv", "inputs", "output", "gate_up", "down")
     l2norm_eps = L2NORM_EPS
     cache_dtype: torch.dtype | None = None
     """As that of `Transformer`, of keys and values."""
@@ -389,14 +391,7 @@ class Hybrid(nn.Module):
 
     def quantized(self, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()) -> Hybrid:
         """The same model with quantised matrices, see `pdkernels.quantize`. What stays as numbers is shared."""
-        state = packing.quantized_state(self, format, group, skip, self.config.tied_head, matrices=MATRICES)
-        with torch.device("meta"):
-            model = Hybrid(
-                self.config, tokenizer=self.tokenizer, end_tokens=self.end_tokens, mask_token=self.mask_token
-            )
-        packing.adopt_(model, state)
-        model.cache_dtype = self.cache_dtype
-        return model.requires_grad_(False).eval()
+        return packing.quantized(self, format, group, skip)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -462,11 +457,16 @@ class Hybrid(nn.Module):
 
         On a cache, a row of a recurrent layer follows the last earlier row that it sees; without one, the row that it
         sees at the position before its own."""
+        refused = False
         if cache is not None and rows is None and adapted is False:
             results = self._at_once(tokens, cache, counts, positions, mask, with_logits=True)
             if results is not None:
                 return results[1]
-        x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
+            refused = self._is_unchanged
+        if refused:  # `hidden` would ask again
+            x = self._forward(tokens, cache, counts, positions, mask, adapted, {})
+        else:
+            x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
         x = x if rows is None else select_rows("Hybrid", x, rows)
         if cache is None:
             return self.logits(x)
@@ -490,6 +490,11 @@ class Hybrid(nn.Module):
                 return results[0]
         return self._forward(tokens, cache, counts, positions, mask, adapted, {})
 
+    @property
+    def _is_unchanged(self) -> bool:
+        """Whether no part of a forward is another one in this instance."""
+        return type(self) is Hybrid and vars(self).keys().isdisjoint(_PARTS)
+
     def _at_once(
         self,
         tokens: Tensor,
@@ -501,7 +506,7 @@ class Hybrid(nn.Module):
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """`hybrid_step.run_forward`, where no part of the forward is another one."""
-        if torch.compiler.is_compiling() or type(self) is not Hybrid or not vars(self).keys().isdisjoint(_PARTS):
+        if torch.compiler.is_compiling() or not self._is_unchanged:
             return None
         if mask is not None and not isinstance(mask, TilePlan):
             return None
@@ -619,7 +624,7 @@ class Hybrid(nn.Module):
         return Rows(rotation, visibility, cache, counts, states, None, seen)
 
     def _has_kernels(self) -> bool:
-        return self.dtype != torch.float64
+        return self.dtype in KERNEL_DTYPES and takes_head_dim(self.config.head_dim)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """As `Transformer.embed`."""

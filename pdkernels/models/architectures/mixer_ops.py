@@ -68,12 +68,12 @@ def gated_by(x: Tensor, gate: Tensor, form: GateForm = "none") -> Tensor:
         out: Tensor = _gate(*flat, form)
         return out.view(x.shape)
     if form == "silu":
-        return (x * F.silu(gate.float())).to(x.dtype)
+        return (x * F.silu(gate.to(torch.promote_types(gate.dtype, torch.float32)))).to(x.dtype)
     return x * (gate if form == "none" else gate.sigmoid())
 
 
 def decay_factors(decay: Tensor) -> Tensor:
-    """``-exp(decay)`` in float32.
+    """``-exp(decay)`` in float32, or float64.
 
     >>> decay_factors(torch.zeros(2))
     tensor([-1., -1.])
@@ -81,7 +81,7 @@ def decay_factors(decay: Tensor) -> Tensor:
     if enabled(decay) and decay.is_contiguous():
         factors: Tensor = _decay(decay)
         return factors
-    return -decay.float().exp()
+    return -decay.to(torch.promote_types(decay.dtype, torch.float32)).exp()
 
 
 def centred_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

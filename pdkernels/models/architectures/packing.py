@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,24 @@ MATRICES = ("embedding", "head", "qkv", "output", "gate_up", "down", *_EXPERTS)
 
 Stated: TypeAlias = torch.Tensor | QuantizedWeight
 """A parameter as a checkpoint has it."""
+_Model = TypeVar("_Model", bound=nn.Module)
+_ATTRIBUTES = ("tokenizer", "end_tokens", "mask_token", "plan_tokens")
+
+
+def quantized(model: _Model, format: str, group: int | None, skip: str | Collection[str]) -> _Model:
+    """A model of the same class with its `matrices` quantised; what stays is shared, and so is an adapter."""
+    old: Any = model
+    state = quantized_state(model, format, group, skip, old.config.tied_head, matrices=old.matrices)
+    attributes = {name: value for name in _ATTRIBUTES if (value := getattr(old, name)) is not None}
+    with torch.device("meta"):
+        new: Any = type(model)(old.config, **attributes)
+        if old.has_adapter:
+            pairs = [(layer.adapter_in, layer.adapter_out) for layer in old.layers]
+            new.attach_adapter_([(a.detach().to("meta"), b.detach().to("meta")) for a, b in pairs])
+    adopt_(new, state)
+    new.cache_dtype = old.cache_dtype
+    copy: _Model = new.requires_grad_(False).eval()
+    return copy
 
 
 def adopt_(model: nn.Module, state: Mapping[str, Stated]) -> None:

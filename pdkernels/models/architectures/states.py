@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, message
+from pdkernels.backends import backend_of
 from pdkernels.cache.hybrid import HybridCache, StateShape, StateSlots, StateStep
 from pdkernels.masks import TilePlan
 from pdkernels.ops.recurrent_state import gated_delta_, selective_state_, short_conv_
@@ -72,13 +73,14 @@ class States:
         (pending,) = slots.pending
         out: Tensor = short_conv_(
             slots.state, slots.lengths, pending, x, weight, self._step.lengths, bias=bias, activation=activation,
-            **self._options(),
+            **self._options(x),
         )  # fmt: skip
         return out
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, x: Tensor) -> dict[str, Any]:
         _, counts, pending_index, parents, keep = self._step
-        return {"counts": counts, "pending_index": pending_index, "parents": parents, "keep": keep}
+        step = {"counts": counts, "pending_index": pending_index, "parents": parents, "keep": keep}
+        return {**step, "backend": backend_of(x.dtype)}
 
     def gated_delta(
         self,
@@ -93,12 +95,13 @@ class States:
     ) -> Tensor:
         """The gated delta rule of q, k ``(batch, rows, key_heads, key_dim)`` and v ``(batch, rows, heads, value_dim)``;
         see `pdkernels.gated_delta_`."""
-        update = v.new_empty((), dtype=torch.float32).expand(v.shape)
-        slots = self._slots(name, (v.shape[2], k.shape[3], v.shape[3]), torch.float32, k, update, g)
+        exact = torch.promote_types(v.dtype, torch.float32)
+        update = v.new_empty((), dtype=exact).expand(v.shape)
+        slots = self._slots(name, (v.shape[2], k.shape[3], v.shape[3]), exact, k, update, g)
         pending_k, pending_update, pending_g = slots.pending
         out: Tensor = gated_delta_(
             slots.state, slots.lengths, pending_k, pending_update, pending_g, q, k, v, g, beta, self._step.lengths, l2norm_eps=l2norm_eps,
-            **gates, **self._options(),
+            **gates, **self._options(v),
         )  # fmt: skip
         return out
 
@@ -117,14 +120,13 @@ class States:
     ) -> Tensor:
         """Mamba 2 of x ``(batch, rows, heads, head_dim)``, dt ``(batch, rows, heads)``, a ``(heads,)``, b and c
         ``(batch, rows, groups, state_size)``, or without dt lightning attention; see `pdkernels.selective_state_`."""
-        slots = self._slots(
-            name, (x.shape[2], b.shape[3], x.shape[3]), torch.float32, *((x, b) if dt is None else (x, b, dt))
-        )
+        exact, inputs = torch.promote_types(x.dtype, torch.float32), (x, b) if dt is None else (x, b, dt)
+        slots = self._slots(name, (x.shape[2], b.shape[3], x.shape[3]), exact, *inputs)
         pending_x, pending_b, *optional = slots.pending
         pending_dt = optional[0] if optional else None
         out: Tensor = selective_state_(
             slots.state, slots.lengths, pending_x, pending_b, pending_dt, x, b, c, dt, a, self._step.lengths, D=d, dt_bias=dt_bias,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, **self._options(),
+            dt_softplus=dt_softplus, dt_limit=dt_limit, **self._options(x),
         )  # fmt: skip
         return out
 

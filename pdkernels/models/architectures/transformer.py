@@ -81,6 +81,8 @@ class Transformer(nn.Module):
     """
 
     head: Matrix | None
+    matrices: tuple[str, ...] = packing.MATRICES
+    """Those that `quantized` packs; a class that can be packed says so itself."""
     keeps_rows = True  # `recompute` does not change other rows of the cache
     cache_dtype: torch.dtype | None = None
     """Of the caches that `new_cache` makes; None: that of the model. With torch.int8 they hold rows of
@@ -229,12 +231,17 @@ class Transformer(nn.Module):
         `rows` are ints, which must be copied there. Compiled code does not look at values: there `positions` must lie
         below `max_positions` or T, and `rows` below T.
         """
+        refused = False
         if cache is not None and rows is None and cu_seqlens is None and positions is None and adapted is False:
             results = self._whole(tokens, cache, counts, mask, with_logits=True)
             if results is not None:
                 return results[1]
-        packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted, **packed)
+            refused = self._is_unchanged
+        if refused:  # `hidden` would ask again
+            x = self._forward(tokens, cache, counts, positions, mask, adapted, {})
+        else:
+            given = {"cache": cache, "counts": counts, "positions": positions, "mask": mask, "adapted": adapted}
+            x = self.hidden(tokens, **given, **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}))  # type: ignore[arg-type]
         if rows is not None:
             x = select_rows("Transformer", x, rows)
         if cache is None:
@@ -288,6 +295,11 @@ class Transformer(nn.Module):
         same_class = _OWN_PARTS == [vars(Transformer)[name] for name in _PARTS]
         return same_class and not (self._forward_hooks or self._forward_pre_hooks)
 
+    @property
+    def _is_unchanged(self) -> bool:
+        """Whether no part of a forward is another one in this instance."""
+        return type(self) is Transformer and vars(self).keys().isdisjoint(_PARTS)
+
     def _whole(
         self,
         tokens: torch.Tensor,
@@ -298,7 +310,7 @@ class Transformer(nn.Module):
         taps: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """`whole_step.run_forward`, where no part of the forward is another one."""
-        if torch.compiler.is_compiling() or type(self) is not Transformer or not vars(self).keys().isdisjoint(_PARTS):
+        if torch.compiler.is_compiling() or not self._is_unchanged:
             return None
         with nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad():
             return whole_step.run_forward(self, tokens, cache, counts, mask, with_logits, taps)
@@ -496,21 +508,11 @@ class Transformer(nn.Module):
         self, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()
     ) -> Transformer:
         """The same model with quantised matrices, see `pdkernels.quantize`. What stays as numbers is shared."""
-        check_type(type(self) is Transformer, packing.OP, "model", "be a Transformer", type(self).__name__)
-        state = packing.quantized_state(self, format, group, skip, self.config.tied_head)
-        with torch.device("meta"):
-            model = Transformer(
-                self.config,
-                tokenizer=self.tokenizer,
-                end_tokens=self.end_tokens,
-                mask_token=self.mask_token,
-                plan_tokens=self.plan_tokens,
-            )
-            if self.has_adapter:
-                model.attach_adapter_([_pair(layer) for layer in self.layers])
-        packing.adopt_(model, state)
-        model.cache_dtype, model.layout, model.adapters = self.cache_dtype, self.layout, dict(self.adapters)
-        return model.requires_grad_(False).eval()
+        rebuilt = "matrices" in vars(type(self))
+        check_type(rebuilt, packing.OP, "model", "be a Transformer", type(self).__name__)
+        model = packing.quantized(self, format, group, skip)
+        model.layout, model.adapters = self.layout, dict(self.adapters)
+        return model
 
     def _new_rows(
         self, rotation: Rotation, visibility: Visibility, cache: Cache | None = None, counts: torch.Tensor | None = None
@@ -525,7 +527,7 @@ class Transformer(nn.Module):
     ) -> NewRows:
         """The rows with what they see in each layer; `offsets` are their positions after `lengths`."""
         windows = self.config.windows
-        if not windows:
+        if not any(windows):
             return rows
         visibility = rows.visibility
         if visibility.mask is None and not self._has_kernels():
@@ -687,8 +689,3 @@ def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | s
         return x.index_select(1, rows)
     check(rows.dim() == 2 and rows.shape[0] == batch, op, "rows", f"have shape (R,) or ({batch}, R)", tuple(rows.shape))
     return x.gather(1, rows.long()[..., None].expand(-1, -1, x.shape[-1]))
-
-
-def _pair(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-    assert layer.adapter_in is not None and layer.adapter_out is not None
-    return layer.adapter_in.detach().to("meta"), layer.adapter_out.detach().to("meta")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 
-from pdkernels._validation import check, message
+from pdkernels._validation import check, fail, message
 from pdkernels.models.files.fields import OP, some
 
 Parts: TypeAlias = dict[str, tuple[int, ...]]
@@ -54,7 +54,6 @@ class Layout(NamedTuple):
             for name, tensor in names.items()
             if not (_follows(name) or name.startswith(self.apart))
         }
-        expectation = f"hold every tensor of its {self.source}"
         self.check_count(len(unread))
         absent_names = []
         for _, sources in self.parts():
@@ -66,17 +65,32 @@ class Layout(NamedTuple):
                 label = f"{tensor.file}: {name}" if tensor.file else name
                 check(tensor.shape == shape, OP, label, f"have shape {shape}", tensor.shape)
                 _check_dtype(label, tensor.dtype)
-        check(not absent_names, OP, "checkpoint", expectation, f"none called {some(absent_names)}")
         if self.tied and (head := unread.pop(self.head, None)) is not None:
             _check_dtype(f"{head.file}: {self.head}" if head.file else self.head, head.dtype)
-        check(not unread, OP, "checkpoint", f"hold only tensors of its {self.source}", f"also {some(sorted(unread))}")
+        if absent_names:
+            others = f"It also holds {some(sorted(unread))}: it may be of another architecture." if unread else ""
+            self._lacks(f"none called {some(absent_names)}", others)
+        label, described = self._described
+        check(not unread, OP, label, f"hold only tensors {described}", f"also {some(sorted(unread))}")
 
     def check_count(self, tensors: int) -> None:
         """Refuses a checkpoint with fewer tensors than layers, or than experts of a layer: each has its own."""
-        expectation = f"hold every tensor of its {self.source}"
-        check(self.layers <= tensors, OP, "checkpoint", expectation, f"{tensors} for {self.layers} layers")
-        apart = self.experts if self.separate_experts else 0
-        check(apart <= tensors, OP, "checkpoint", expectation, f"{tensors} for {apart} experts")
+        experts = self.experts if self.separate_experts else 0
+        for count, kind in ((self.layers, "layers"), (experts, "experts")):
+            if count > tensors:
+                self._lacks(f"{tensors} for {count} {kind}")
+
+    @property
+    def _described(self) -> tuple[str, str]:
+        """What holds the tensors, and by what they are known. A GGUF file describes its own."""
+        alone = self.source.endswith(".json")
+        return ("checkpoint", f"of its {self.source}") if alone else (self.source, "that its keys describe")
+
+    def _lacks(self, actual: str, cause: str = "") -> NoReturn:
+        label, described = self._described
+        if not cause and label == self.source:
+            cause = "It may be one part of a split model: join these with `llama-gguf-split --merge`."
+        fail(OP, label, f"hold every tensor {described}", actual, cause)
 
     def gather(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Our parameters, from tensors with published names."""
