@@ -118,6 +118,7 @@ VALUES: dict[str, list[Any]] = {
     "attention_dropout": [0.5],
     "initializer_range": [0.5],
     "use_cache": [False],
+    "is_causal": [False, None, True],  # of no class
     "pretraining_tp": [2],
     "pad_token_id": [3],
     "bos_token_id": [4],

@@ -123,6 +123,7 @@ def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
         ({"final_logit_softcapping": -3.0}, ValueError, "final_logit_softcapping must be a number above 0, got -3.0"),
         ({"sliding_window": 0}, ValueError, "sliding_window must be .* got 0"),
         ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention must be false"),
+        ({"is_causal": False}, NotImplementedError, "is_causal must be true, got False"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -97,6 +97,8 @@ def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
         ({"sliding_window": -5}, ValueError, "sliding_window must be .* got -5"),
         ({"layer_types": KINDS[:2]}, ValueError, "layer_types must name 3 layers"),
         ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention must be false"),
+        ({"is_causal": False}, NotImplementedError, "is_causal must be true, got False"),
+        ({"attn_logit_softcapping": 50.0}, NotImplementedError, "attn_logit_softcapping must be null, got 50.0"),
         ({"hidden_activation": "silu"}, NotImplementedError, "hidden_activation must be 'gelu_pytorch_tanh'"),
     ],
 )

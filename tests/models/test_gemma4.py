@@ -324,7 +324,8 @@ def test_defaults_of_both_classes(tmp_path: Path) -> None:
         ({"use_double_wide_mlp": False}, ValueError, "must have shape"),
         ({"num_kv_shared_layers": 0, "use_double_wide_mlp": False}, ValueError, "must hold every tensor|must have shape"),
         ({"attention_k_eq_v": True}, ValueError, "hold only tensors of its config.json"),
-        ({"attn_logit_softcapping": 50.0}, ValueError, "attention_softcap must be None"),
+        ({"attn_logit_softcapping": 50.0}, NotImplementedError, "attn_logit_softcapping must be null, got 50.0"),
+        ({"is_causal": False}, NotImplementedError, "is_causal must be true, got False"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")

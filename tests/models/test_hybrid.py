@@ -229,6 +229,7 @@ def test_quantised(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "bias": (NotImplementedError, {"attention_bias": True}, "attention_bias must be False"),
+    "later rows": (NotImplementedError, {"is_causal": None}, "is_causal must be true, got None"),
     "gate": (NotImplementedError, {"attn_output_gate": False}, "attn_output_gate must be True"),
     "activation": (NotImplementedError, {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
     "layers": (

@@ -18,7 +18,7 @@ from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.rope import LinearScaling, RopeScaling
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
-from pdkernels.models.checkpoints.hf_windows import KINDS, SLIDING, layer_kinds, windows_of
+from pdkernels.models.checkpoints.hf_windows import KINDS, SLIDING, layer_kinds, require_causal, windows_of
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.gguf_keys import Keys
 from pdkernels.models.files.layout import Layout, Parts
@@ -66,6 +66,7 @@ def require(fields: Fields) -> None:
         activation = fields.get(name, "gelu_pytorch_tanh")
         demand(activation in ("gelu_pytorch_tanh", None), name, "be 'gelu_pytorch_tanh'", shown(activation))
     demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
+    require_causal(fields)
     for name in ("attention_bias", "use_bidirectional_attention"):
         demand(not fields.flag(name, False, null=False), name, "be false", True)
 
@@ -89,8 +90,11 @@ def sizes_of(fields: Fields) -> dict[str, Any]:
 
 
 def caps_of(fields: Fields, attention: float | None = None, logits: float | None = None) -> dict[str, Any]:
-    """The caps of scores and of logits; null is none."""
+    """The caps of scores and of logits; null is none. Without a default cap of scores, transformers reads the field and
+    computes none."""
     given = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
+    stated = fields.get("attn_logit_softcapping")
+    demand(attention is not None or stated is None, "attn_logit_softcapping", "be null", shown(stated))
     caps = [
         None if fields.get(name, default) is None else fields.number(name, default, above=0)
         for name, default in given.items()

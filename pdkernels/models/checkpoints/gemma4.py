@@ -17,7 +17,7 @@ from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.gemma4_config import Gemma4Config
 from pdkernels.models.architectures.rope import ProportionalRotation
 from pdkernels.models.checkpoints.gemma3 import caps_of
-from pdkernels.models.checkpoints.hf_windows import FULL, KINDS, SLIDING, layer_kinds, windows_of
+from pdkernels.models.checkpoints.hf_windows import FULL, KINDS, SLIDING, layer_kinds, require_causal, windows_of
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
@@ -101,6 +101,7 @@ def _require(fields: Fields) -> None:
     """Refuses what the model does not compute."""
     activation = fields.get("hidden_activation", "gelu_pytorch_tanh")
     demand(activation == "gelu_pytorch_tanh", "hidden_activation", "be 'gelu_pytorch_tanh'", shown(activation))
+    require_causal(fields)
     demand(not fields.flag("attention_bias", False), "attention_bias", "be false", True)
     sees = fields.get("use_bidirectional_attention")  # "vision" is for tokens of images, which no text has
     demand(sees in (None, "vision"), "use_bidirectional_attention", "be null or 'vision'", shown(sees))

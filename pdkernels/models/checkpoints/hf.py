@@ -18,7 +18,7 @@ from pdkernels.models.architectures.windows import MAX_LAYERS, Window
 from pdkernels.models.checkpoints.hf_experts import GPT_OSS, LLADA_MOE, READERS, expert_parts, read_experts, turned
 from pdkernels.models.checkpoints.hf_rope import GPT_OSS as GPT_OSS_ROPE
 from pdkernels.models.checkpoints.hf_rope import MINISTRAL3, read_rope
-from pdkernels.models.checkpoints.hf_windows import SLIDING, layer_kinds, rules_by_kind, windows_of
+from pdkernels.models.checkpoints.hf_windows import SLIDING, layer_kinds, require_causal, rules_by_kind, windows_of
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
@@ -165,6 +165,8 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
         fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
     demand(activation in ("silu", "swish"), "hidden_act", "be 'silu'", shown(activation))
+    if defaults.attention == "causal" and defaults.mask_token is None and kind != NEMOTRON:
+        require_causal(fields)
     demand(not fields.flag("use_mrope", False, null=False), "use_mrope", "be false", True)
     demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
     stated = fields.integer("max_position_embeddings", defaults.positions)

@@ -1,4 +1,4 @@
-"""Windows of layers in a config.json whose layers differ by kind, and the rotations of these kinds."""
+"""What rows see, as a config.json says: windows of layers that differ by kind, and the rotations of these kinds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from pdkernels.models.architectures.windows import MAX_LAYERS, Window
 from pdkernels.models.files.fields import OP, Fields, demand, shown
 
 SLIDING, FULL = KINDS = ("sliding_attention", "full_attention")
+
+
+def require_causal(fields: Fields) -> None:
+    """Refuses rows that see later ones: transformers computes these in any of its models where `is_causal` is false or
+    null, which is a field of no class."""
+    causal = fields.get("is_causal", True)
+    demand(bool(causal), "is_causal", "be true", shown(causal))
 
 
 def layer_kinds(fields: Fields, layers: int, every: int) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from pdkernels._validation import check
 from pdkernels.models.architectures.hybrid import HybridConfig, Mixer
 from pdkernels.models.checkpoints.hf_rope import read_rope
+from pdkernels.models.checkpoints.hf_windows import require_causal
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
@@ -47,6 +48,7 @@ def from_hybrid_config(config: Mapping[str, Any]) -> HybridConfig:
     if kind == LFM2 and "block_ff_dim" in fields.given:
         fields = Fields({**fields.given, "intermediate_size": fields.integer("block_ff_dim")}, fields.where)
     fields.require(_REQUIRED)
+    require_causal(fields)
     for name, value in (
         ("hidden_act", "silu"),
         ("attention_bias", False),
