@@ -7,7 +7,7 @@ What a forward computes is described in `pdkernels.models.architectures.feature_
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pdkernels._validation import check
 from pdkernels.decoding.canvas.canvas import Canvas, Window
@@ -61,59 +61,37 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    canvas, blocks, refreshed = _begin(
-        session,
-        prompt_interval=prompt_interval,
-        gen_interval=gen_interval,
-        transfer_ratio=transfer_ratio,
-        baseline=baseline,
-        guidance_interval=guidance_interval,
-        page_size=page_size,
-        block_size=block_size,
-        steps=steps,
-        remasking=remasking,
-        guidance=guidance,
-        no_end=no_end,
-        late_end=late_end,
-        mask_token=mask_token,
-    )
+    refresh = Refresh(prompt_interval, gen_interval, transfer_ratio, baseline, guidance_interval, page_size)
+    options = {"block_size": block_size, "steps": steps, "remasking": remasking, "guidance": guidance}
+    options |= {"no_end": no_end, "late_end": late_end, "mask_token": mask_token}
+    canvas, blocks = _begin(session, refresh, options)
     if not blocks:
         return canvas.finish()
-    return fill(canvas, KeptCanvas(session, canvas, **refreshed), blocks, steps, remasking == "random")
+    return fill(canvas, KeptCanvas(session, canvas, **refresh._asdict()), blocks, steps, remasking == "random")
 
 
-def _begin(
-    session: Session,
-    *,
-    prompt_interval: int,
-    gen_interval: int,
-    transfer_ratio: float,
-    baseline: Baseline,
-    guidance_interval: int,
-    page_size: int | None,
-    **options: Any,
-) -> tuple[Canvas, list[Window], dict[str, Any]]:
-    """The canvas of `decode`, whose options are checked, the blocks of its positions, and the options of `KeptCanvas`."""
-    for name, size in (
-        ("prompt_interval", prompt_interval),
-        ("gen_interval", gen_interval),
-        ("guidance_interval", guidance_interval),
-    ):
-        checked_size(_OP, name, size)
-    checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
-    checked_name(_OP, "baseline", baseline, get_args(Baseline))
+class Refresh(NamedTuple):
+    """The options of `KeptCanvas`."""
+
+    prompt_interval: int
+    gen_interval: int
+    transfer_ratio: float
+    baseline: Baseline
+    guidance_interval: int
+    page_size: int | None
+
+
+def _begin(session: Session, refresh: Refresh, options: dict[str, Any]) -> tuple[Canvas, list[Window]]:
+    """The canvas of `decode`, whose options are checked, and the blocks of its positions. `options` are those of
+    `llada`."""
+    for name in ("prompt_interval", "gen_interval", "guidance_interval"):
+        checked_size(_OP, name, getattr(refresh, name))
+    checked_number(_OP, "transfer_ratio", refresh.transfer_ratio, 1.0)
+    checked_name(_OP, "baseline", refresh.baseline, get_args(Baseline))
     canvas, blocks = begin(_OP, session, **options)
-    guided = options["guidance"] > 0
-    check(guided or guidance_interval == 1, _OP, "guidance_interval", "be 1 without guidance", guidance_interval)
-    refreshed = {
-        "prompt_interval": prompt_interval,
-        "gen_interval": gen_interval,
-        "transfer_ratio": transfer_ratio,
-        "baseline": baseline,
-        "guidance_interval": guidance_interval,
-        "page_size": page_size,
-    }
-    return canvas, blocks, refreshed
+    interval = refresh.guidance_interval
+    check(options["guidance"] > 0 or interval == 1, _OP, "guidance_interval", "be 1 without guidance", interval)
+    return canvas, blocks
 
 
 class CachedSteps(LladaSteps):
@@ -123,8 +101,9 @@ class CachedSteps(LladaSteps):
 
     def __init__(self, session: Session, **options: Any) -> None:
         chosen = with_defaults(decode, options)
-        canvas, blocks, refreshed = _begin(session, **chosen)
-        self.kept = KeptRows(session, canvas, **refreshed)
+        refresh = Refresh(*map(chosen.pop, Refresh._fields))
+        canvas, blocks = _begin(session, refresh, chosen)
+        self.kept = KeptRows(session, canvas, **refresh._asdict())
         self._build_blocks(session, canvas, self.kept, blocks, chosen["steps"], chosen["remasking"])
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:

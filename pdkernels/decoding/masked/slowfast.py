@@ -35,9 +35,9 @@ Cycle = Literal["last", "mean"]
 
 
 class Options(NamedTuple):
-    """Options of a cycle."""
+    """Those of `decode`."""
 
-    block_size: int
+    block_size: int | None
     max_exploration: int
     window: int
     variance: float
@@ -47,6 +47,16 @@ class Options(NamedTuple):
     k_fast: int
     cycle: Cycle
     drop_suffix: bool
+    prompt_interval: int | None
+    gen_interval: int
+    transfer_ratio: float
+    mask_token: int | None
+
+    @property
+    def refreshed(self) -> dict[str, Any] | None:
+        """Those of a feature cache, if there is one."""
+        names = ("prompt_interval", "gen_interval", "transfer_ratio")
+        return None if self.prompt_interval is None else {name: getattr(self, name) for name in names}
 
 
 def decode(
@@ -89,86 +99,36 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    canvas, options, refreshed = _begin(
-        session,
-        block_size=block_size,
-        max_exploration=max_exploration,
-        window=window,
-        variance=variance,
-        tau_min=tau_min,
-        tau_high=tau_high,
-        k_slow=k_slow,
-        k_fast=k_fast,
-        cycle=cycle,
-        drop_suffix=drop_suffix,
-        prompt_interval=prompt_interval,
-        gen_interval=gen_interval,
-        transfer_ratio=transfer_ratio,
-        mask_token=mask_token,
-    )
+    cycles = block_size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix
+    options = Options(*cycles, prompt_interval, gen_interval, transfer_ratio, mask_token)
+    canvas, kept = _begin(session, options), options.refreshed
     if session.max_new_tokens == 0:
         return canvas.finish()
-    forward = WholeCanvas(session, canvas) if refreshed is None else KeptCanvas(session, canvas, **refreshed)
+    forward = WholeCanvas(session, canvas) if kept is None else KeptCanvas(session, canvas, **kept)
     return Loop(session, canvas, forward, options).run()
 
 
-def _begin(
-    session: Session,
-    *,
-    block_size: int | None,
-    max_exploration: int,
-    window: int,
-    variance: float,
-    tau_min: float,
-    tau_high: float,
-    k_slow: int,
-    k_fast: int,
-    cycle: Cycle,
-    drop_suffix: bool,
-    prompt_interval: int | None,
-    gen_interval: int,
-    transfer_ratio: float,
-    mask_token: int | None,
-) -> tuple[Canvas, Options, dict[str, Any] | None]:
-    """The canvas of `decode`, whose options are checked, and those of cycles and of a feature cache, if there is one."""
-    mask_token = checked_masked_model(_OP, session, mask_token)
-    if block_size is not None:
-        checked_size(_OP, "block_size", block_size)
-    sizes = {
-        "max_exploration": (max_exploration, 0),
-        "window": (window, 1),
-        "k_slow": (k_slow, 0),
-        "k_fast": (k_fast, 1),
-    }
-    for name, (size, minimum) in sizes.items():
+def _begin(session: Session, options: Options) -> Canvas:
+    """The canvas of `decode`, whose options are checked."""
+    mask_token = checked_masked_model(_OP, session, options.mask_token)
+    for name in ("block_size", "prompt_interval", "gen_interval"):
+        if (size := getattr(options, name)) is not None or name == "gen_interval":
+            checked_size(_OP, name, size)
+    for name, minimum in {"max_exploration": 0, "window": 1, "k_slow": 0, "k_fast": 1}.items():
+        size = getattr(options, name)
         check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
         check(size >= minimum, _OP, name, f"be at least {minimum}", size)
         check(size <= MAX_POSITIONS, _OP, name, f"be at most {MAX_POSITIONS}", size)
-    checked_number(_OP, "variance", variance)
-    checked_number(_OP, "tau_min", tau_min)
-    checked_number(_OP, "tau_high", tau_high)
-    checked_name(_OP, "cycle", cycle, get_args(Cycle))
-    checked_flag(_OP, "drop_suffix", drop_suffix)
-    if prompt_interval is not None:
-        checked_size(_OP, "prompt_interval", prompt_interval)
-    checked_size(_OP, "gen_interval", gen_interval)
-    checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
-    for name, value, default in (("gen_interval", gen_interval, 1), ("transfer_ratio", transfer_ratio, 0)):
-        check(
-            prompt_interval is not None or value == default,
-            _OP,
-            name,
-            f"be {default} without a cache",
-            value,
-            "Pass a prompt_interval.",
-        )
-    canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing))
-    size = max(1, session.max_new_tokens) if block_size is None else block_size
-    options = Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix)
-    if prompt_interval is None:
-        return canvas, options, None
-    intervals = {"prompt_interval": prompt_interval, "gen_interval": gen_interval}
-    return canvas, options, {**intervals, "transfer_ratio": transfer_ratio}
+    for name in ("variance", "tau_min", "tau_high"):
+        checked_number(_OP, name, getattr(options, name))
+    checked_name(_OP, "cycle", options.cycle, get_args(Cycle))
+    checked_flag(_OP, "drop_suffix", options.drop_suffix)
+    checked_number(_OP, "transfer_ratio", options.transfer_ratio, 1.0)
+    for name, default in (("gen_interval", 1), ("transfer_ratio", 0)):
+        valid, value = options.prompt_interval is not None, getattr(options, name)
+        expectation, remedy = f"be {default} without a cache", "Pass a prompt_interval."
+        check(valid or value == default, _OP, name, expectation, value, remedy)
+    return Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing))
 
 
 class Loop:
@@ -222,10 +182,11 @@ class SlowFastSteps(CanvasSteps):
     needs_host, led = "cycles, whose windows the host chooses", True
 
     def __init__(self, session: Session, **options: Any) -> None:
-        canvas, self.options, refreshed = _begin(session, **with_defaults(decode, options))
-        self.kept = None if refreshed is None else KeptRows(session, canvas, **refreshed)
+        self.options = Options(**with_defaults(decode, options))
+        canvas, kept = _begin(session, self.options), self.options.refreshed
+        self.kept = None if kept is None else KeptRows(session, canvas, **kept)
         self.rows = WholeCanvas(session, canvas) if self.kept is None else self.kept
-        self._build(session, canvas, self.rows, min(self.options.block_size, canvas.limit))
+        self._build(session, canvas, self.rows, min(self.options.block_size or canvas.limit, canvas.limit))
         self.spans = [Span(canvas.limit, self.options) for _ in range(session.batch)]
 
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
@@ -263,9 +224,9 @@ class Span:
     """
 
     def __init__(self, limit: int, options: Options) -> None:
-        self._limit, self._options = limit, options
+        self._limit, self._options, self._size = limit, options, options.block_size or limit
         self.start = self.taken = 0
-        self.last = self.end = min(options.block_size, limit)
+        self.last = self.end = min(self._size, limit)
         self.fast = options.max_exploration == 0
         self._candidates: list[int] = []  # from the cycle's slow steps, as many as are compared
 
@@ -287,7 +248,7 @@ class Span:
         if self.fast and not is_open(self.start, self.end):  # the span is full, and with it the block?
             self.start = self.end
             if not is_open(self.start, self.last):
-                self.start, self.last = self.last, min(self.last + options.block_size, self._limit)
+                self.start, self.last = self.last, min(self.last + self._size, self._limit)
             self.end, self.fast, self.taken = self.last, options.max_exploration == 0, 0
             self._candidates = []
 
