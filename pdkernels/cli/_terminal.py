@@ -96,8 +96,14 @@ def is_ours(error: BaseException) -> bool:
 def report(error: BaseException) -> None:
     """Prints an error's sentence to stderr."""
     text = in_flags(str(error), FLAGS)
+    typed = "|".join(map(re.escape, FLAGS.values()))
+    if RUNNING and typed:  # it was the command that took the argument
+        text = re.sub(rf"^pdkernels\.[\w.]+: (?=({typed}) must )", f"pdkernels.{RUNNING[0]}: ", text)
     Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
+
+RUNNING: list[str] = []
+"""The name of the running command."""
 
 FLAGS: dict[str, str] = {}
 """What is typed for each argument in Python: "--max-new-tokens" for "max_new_tokens", "--option pool=" for an option of

@@ -10,14 +10,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pdkernels._early_answers import LINE
-from pdkernels.cli._terminal import FLAGS, report
+from pdkernels.cli._terminal import FLAGS, RUNNING, report
 from pdkernels.decoding.methods import METHODS
 
-RUNNING: list[str] = []
-"""The name of the running command, for errors of the parser, which do not say it."""
-
-_OTHERS = {"name_or_path": "model", "rules": "ebnf"}
-"""Arguments in Python whose option has another name."""
+_OTHERS = {"name_or_path": "model", "rules": "ebnf", "method": "names"}
+"""Arguments in Python which the command line names otherwise."""
 
 # Typer brings a click of its own in some versions; this is the base of its public errors.
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -31,11 +28,15 @@ class Commands(TyperGroup):
         FLAGS.clear()
         RUNNING[:] = [name] if name else []
         for parameter in command.params if command is not None else ():
-            FLAGS.update((parameter.name, flag) for flag in parameter.opts if flag.startswith("--"))
+            is_option = parameter.param_type_name == "option"
+            flags = (
+                [flag for flag in parameter.opts if flag.startswith("--")] if is_option else [parameter.name.upper()]
+            )
+            FLAGS.update((parameter.name, flag) for flag in flags)
         if "option" in FLAGS:
             options = ["overflow", *(option for method in METHODS.values() for option in method.options)]
             FLAGS.update((option, f"--option {option}=") for option in options if option not in FLAGS)
-        FLAGS.update((python, FLAGS[ours]) for python, ours in _OTHERS.items() if ours in FLAGS)
+        FLAGS.update((python, FLAGS[ours]) for python, ours in _OTHERS.items() if ours in FLAGS and python not in FLAGS)
         return name, command, remaining
 
     def main(self, args: Any = None, standalone_mode: bool = True, **keywords: Any) -> Any:  # type: ignore[override]  # by name
