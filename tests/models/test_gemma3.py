@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,16 @@ def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
         ({"layer_types": KINDS[:2]}, ValueError, "layer_types must name 3 layers"),
         ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention must be false"),
         ({"is_causal": False}, NotImplementedError, "is_causal must be true, got False"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            NotImplementedError,
+            "'rope_type' must be inside the rule",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            NotImplementedError,
+            "type must be called rope_type",
+        ),
         ({"attn_logit_softcapping": 50.0}, NotImplementedError, "attn_logit_softcapping must be null, got 50.0"),
         ({"hidden_activation": "silu"}, NotImplementedError, "hidden_activation must be 'gelu_pytorch_tanh'"),
     ],
@@ -219,3 +230,17 @@ def test_tokenizers_that_are_refused(words: dict[str, Any], error: type[Exceptio
     written(tmp_path / "m.gguf", **words)
     with pytest.raises(error, match=text):
         models.load(tmp_path / "m.gguf")
+
+
+def test_a_rule_beside_rules_of_kinds_is_that_of_full_layers() -> None:
+    """As transformers reads it."""
+    rules = {
+        "sliding_attention": {"rope_type": "default"},
+        "full_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    fields = {**SIZES, "model_type": "gemma3_text", "num_attention_heads": 2, "vocab_size": 9, "hidden_size": 32}
+    fields |= {"intermediate_size": 8, "rope_parameters": rules, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
+    full = transformers.Gemma3TextConfig(**copy.deepcopy(fields)).rope_parameters["full_attention"]
+    config = gemma3.from_gemma3_config(fields)
+    assert isinstance(config.rope_scaling, models.LinearScaling) and full["rope_type"] == "linear"
+    assert (config.rope_scaling.factor, config.rope_theta) == (full["factor"], full["rope_theta"]) == (3.0, 7.0)

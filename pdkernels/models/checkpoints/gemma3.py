@@ -149,25 +149,30 @@ def _settings(hidden: int) -> dict[str, Any]:
 def _rotations(fields: Fields) -> tuple[float, LinearScaling | None, float]:
     """The base and the scaling of layers that see the whole text, and the base of the others."""
     rules = fields.part("rope_parameters")
-    if any(kind in rules.values for kind in KINDS):
-        local, full = (rules.part(kind) for kind in KINDS)
-        demand(
-            local.get("rope_type", "default") == "default", "rope_type", "be 'default' in layers with a window", "other"
-        )
-        return (
-            full.number("rope_theta", 1e6, above=0),
-            _linear(full),
-            local.number("rope_theta", LOCAL_THETA, above=0),
-        )
-    theta = rules.number("rope_theta", fields.number("rope_theta", 1e6, above=0), above=0)
+    field = next((name for name in rules.values if name not in KINDS), None)
+    demand(field is None, f"rope_parameters: {shown(field)}", "be inside the rule of a kind of layers", "outside")
+    local, full = (rules.part(kind) for kind in KINDS)
+    kind = local.get("rope_type", "default")
+    demand(kind == "default", "rope_type", "be 'default' in layers with a window", shown(kind))
+    # A rule outside adds to that of full layers, as its class in transformers reads it.
+    full = Fields({**full.given, **fields.part("rope_scaling").given}, full.where)
+    theta = fields.number("rope_theta", 1e6, above=0)
     local_theta = fields.number("rope_local_base_freq", LOCAL_THETA, above=0)
-    return theta, _linear(fields.part("rope_scaling") if fields.get("rope_scaling") else rules), local_theta
+    local_theta = local.number("rope_theta", local_theta, above=0)
+    return full.number("rope_theta", theta, above=0), _linear(full), local_theta
 
 
 def _linear(rope: Fields) -> LinearScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    # Its class in transformers 4 read `type`, that of transformers 5 does not.
+    named = "rope_type" in rope.values or "type" not in rope.values
+    demand(named, "rope_scaling: type", "be called rope_type", shown(rope.get("type")))
+    kind = rope.get("rope_type", "default")
     demand(kind in ("default", "linear"), "rope_type", "be default or linear", shown(kind))
-    return None if kind == "default" else LinearScaling(rope.number("factor", minimum=1))
+    if kind == "default":
+        return None
+    share = rope.number("partial_rotary_factor", 1.0)
+    demand(share == 1.0, "partial_rotary_factor", "be 1", share)
+    return LinearScaling(rope.number("factor", minimum=1))
 
 
 def layout(config: TransformerConfig) -> Layout:
