@@ -238,7 +238,7 @@ def test_a_rule_beside_rules_of_kinds_is_that_of_full_layers() -> None:
         "sliding_attention": {"rope_type": "default"},
         "full_attention": {"rope_type": "default", "rope_theta": 7.0},
     }
-    fields = {**SIZES, "model_type": "gemma3_text", "num_attention_heads": 2, "vocab_size": 9, "hidden_size": 32}
+    fields = {**SIZES, "model_type": "gemma3_text", "num_attention_heads": 4, "vocab_size": 9, "hidden_size": 32}
     fields |= {"intermediate_size": 8, "rope_parameters": rules, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
     full = transformers.Gemma3TextConfig(**copy.deepcopy(fields)).rope_parameters["full_attention"]
     config = gemma3.from_gemma3_config(fields)
