@@ -459,7 +459,7 @@ def test_methods_and_their_options_in_the_decoders_words() -> None:
         printed = " ".join(run("methods", name, COLUMNS="1000").stdout.split())
         assert method.summary in printed
         assert all(f"{option} {' '.join(option.help.split())}" in printed for option in method.options.values())
-    assert "method must name a decoding method, got 'jacoby'" in run("methods", "jacoby").stderr
+    assert "NAMES must name a decoding method, got 'jacoby'" in run("methods", "jacoby").stderr
     printed = " ".join(run("generate", "--help", COLUMNS="1000").stdout.split())
     assert f"jacobi: {METHODS['jacobi'].options['window'].help.partition('.')[0]}" in printed
 

@@ -462,7 +462,7 @@ class Hybrid(nn.Module):
             results = self._at_once(tokens, cache, counts, positions, mask, with_logits=True)
             if results is not None:
                 return results[1]
-            refused = self._is_unchanged
+            refused = not torch.compiler.is_compiling() and self._is_unchanged
         if refused:  # `hidden` would ask again
             x = self._forward(tokens, cache, counts, positions, mask, adapted, {})
         else:
