@@ -85,19 +85,19 @@ def _run_op(
         return False
     if not _native.has_native() or backends.DEFAULT == "reference":
         return False
-    own = type(cache) in (ContiguousKVCache, PagedKVCache)
-    own = own or (isinstance(cache, WindowedCache) and cache.commits_lengths)
-    lengths = cache.lengths if own else None
+    commits = type(cache) in (ContiguousKVCache, PagedKVCache)
+    commits = commits or (isinstance(cache, WindowedCache) and cache.commits_lengths)
+    lengths = cache.lengths if commits else None
     draft = entry.column("draft")
     arguments = NextTokenArguments(
-        entry.table, remaining, lengths, logits, tokens, ends, [*suppress], cache.capacity if own else 0, draft
+        entry.table, remaining, lengths, logits, tokens, ends, [*suppress], cache.capacity if commits else 0, draft
     )
     try:
-        if not own:
+        if not commits:
             cache.commit_(entry.pending)
         run_counted(_run, arguments, _WRITES)
     except (RuntimeError, ValueError):  # nothing is written yet
-        if not own:
+        if not commits:
             raise
         return False
     return True

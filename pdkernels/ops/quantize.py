@@ -77,8 +77,8 @@ def quantize(
         's\\n'
     """
     if not isinstance(weight, Tensor):
-        known = "be a matrix, a Transformer or a wrapped model"
-        check_type(hasattr(weight, "quantized"), OP, "weight", known, type(weight).__name__)
+        expectation = "be a matrix, a Transformer or a wrapped model"
+        check_type(hasattr(weight, "quantized"), OP, "weight", expectation, type(weight).__name__)
         return weight.quantized(format, group=group, skip=skip)
     refuse(bool(skip), OP, "skip is for models, and weight is a tensor")
     check_floats(OP, "weight", weight)
@@ -88,8 +88,8 @@ def quantize(
 
 
 def _matrix(weight: Tensor, format: str, group: int | None) -> QuantizedWeight:
-    known = "have shape (outputs, width) or (matrices, outputs, width)"
-    check(weight.dim() == 2, OP, "weight", known, tuple(weight.shape))
+    expectation = "have shape (outputs, width) or (matrices, outputs, width)"
+    check(weight.dim() == 2, OP, "weight", expectation, tuple(weight.shape))
     values = weight.detach().to("cpu", torch.float32)
     check(bool(values.isfinite().all()), OP, "weight", "be finite", "infinities or NaN")
     outputs, width = values.shape

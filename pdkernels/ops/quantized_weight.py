@@ -189,8 +189,8 @@ class QuantizedWeight(torch.nn.Module):
 
     @property
     def shape(self) -> torch.Size:
-        own = (sum(self.outputs), self.width)
-        return torch.Size(own if self.matrices is None else (self.matrices, *own))
+        matrix = (sum(self.outputs), self.width)
+        return torch.Size(matrix if self.matrices is None else (self.matrices, *matrix))
 
     @property
     def format(self) -> str:
@@ -251,8 +251,8 @@ class QuantizedWeight(torch.nn.Module):
                 whole[number] = self[number].dequantize(dtype)
             return whole.to(self.device)
         ids = torch.arange(len(self), device=self.device)
-        own = dtype if dtype in KERNEL_DTYPES else torch.float32
-        arguments = (ids, self.data, self.layouts, self.outputs, self.width, own)
+        computed = dtype if dtype in KERNEL_DTYPES else torch.float32
+        arguments = (ids, self.data, self.layouts, self.outputs, self.width, computed)
         numbers: Tensor = call(OPS["quantized_embedding"].overload, arguments, ids, "auto")
         return numbers.to(dtype)
 

@@ -56,10 +56,10 @@ class Asked(NamedTuple):
             return Grammar(sequence(_inside(thought, kind), _expression(kind, source)), kind)
         if kind == "regex":
             return Grammar.regex(source)
-        given = json.loads(source)
+        form = json.loads(source)
         if kind == "choice":
-            return Grammar.choice(given)
-        return Grammar.json_schema(**given | {"depth": _depth_of(given)}, unknown="ignore")
+            return Grammar.choice(form)
+        return Grammar.json_schema(**form | {"depth": _depth_of(form)}, unknown="ignore")
 
 
 def asked_grammar(body: Settings, reading: Reading | None = None) -> Asked | None:
@@ -95,10 +95,10 @@ def _content(body: Settings) -> tuple[str, str] | None:
             if form.json_schema is None
             else form.json_schema.model_dump(by_alias=True, include={"schema_", "key_order", "whitespace", "depth"})
         )
-    given = [(kind, source) for kind, source in asked.items() if source is not None]
-    if len(given) > 1:
-        raise Refused(f"{' and '.join(kind for kind, _ in given)} exclude each other", 400, given[-1][0])
-    return given[0] if given else None
+    demands = [(kind, source) for kind, source in asked.items() if source is not None]
+    if len(demands) > 1:
+        raise Refused(f"{' and '.join(kind for kind, _ in demands)} exclude each other", 400, demands[-1][0])
+    return demands[0] if demands else None
 
 
 def _calls(
@@ -219,14 +219,14 @@ def _are_texts(several: Any) -> bool:
 def _expression(kind: str, source: str) -> Expression:
     if kind == "regex":
         return parsed(source)
-    given = json.loads(source)
+    form = json.loads(source)
     if kind == "choice":
-        return Alt(tuple(map(text, given)))
-    any_order, size = given.get("key_order") == "any", Size(depth=_depth_of(given))
+        return Alt(tuple(map(text, form)))
+    any_order, size = form.get("key_order") == "any", Size(depth=_depth_of(form))
     refuse(size.depth is None, "serve", "a depth of 'any' beside tools or a thought", "Pass a number.")
-    return parsed_schema(given["schema"], given.get("whitespace"), size, any_order=any_order)[0][0]
+    return parsed_schema(form["schema"], form.get("whitespace"), size, any_order=any_order)[0][0]
 
 
-def _depth_of(given: dict[str, Any]) -> int | None:
-    depth = given.get("depth")
+def _depth_of(form: dict[str, Any]) -> int | None:
+    depth = form.get("depth")
     return _DEPTH if depth is None else None if depth == "any" else int(depth)

@@ -418,10 +418,7 @@ def test_eval_reports_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--method", "jacoby"],
             "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'? Known: autoregressive, jacobi",
         ),
-        (
-            ["--task", "poems"],
-            "pdkernels.eval: --task must be one of sums, source, chains, got 'poems'.",
-        ),
+        (["--task", "poems"], "pdkernels.eval: --task must be one of sums, source, chains, got 'poems'."),
         (["--plot", "picture.pdf"], "pdkernels.eval: --plot must be a path that ends in .png, got picture.pdf."),
         (["--json", f"{__file__}/figures.json"], "pdkernels.eval: --json must lie in a folder that exists, got "),
     ],

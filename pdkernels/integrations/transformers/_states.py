@@ -145,22 +145,22 @@ def exchange_(shadowed: nn.Module) -> bool:
     """Gives the layers of a shadow our scans; says whether there were any. Its matrix products are then ours as well,
     so that a row has the same bits in any forward."""
     modules = [(module, inspect.unwrap(type(module).forward)) for module in shadowed.modules()]
-    found = False
+    exchanged = False
     for module, forward in modules:
         layer, names = getattr(module, "layer_idx", None), _names(forward)
         scans = {name: _SCANS[name](layer) for name in names if name in _SCANS and isinstance(layer, int)}
         if "get_linear_cache" in names and hasattr(module, "slope_rate"):
-            found = True
+            exchanged = True
             _assign(module, types.MethodType(_lightning, module))
         if scans and not any(name in names for name in _OTHERS):
-            found = True
+            exchanged = True
             _replace(module, forward, {**scans, **_rows(forward)})
-    for module, forward in modules if found else ():
+    for module, forward in modules if exchanged else ():
         if type(module) is nn.Linear:
             _assign(module, types.MethodType(_product, module))
         elif "linear" in _names(forward) and _rows(forward) and "forward" not in module.__dict__:
             _replace(module, forward, _rows(forward))
-    return found
+    return exchanged
 
 
 def _names(forward: Any) -> tuple[str, ...]:

@@ -240,8 +240,8 @@ class Transformer(nn.Module):
         if refused:  # `hidden` would ask again
             x = self._forward(tokens, cache, counts, positions, mask, adapted, {})
         else:
-            given = {"cache": cache, "counts": counts, "positions": positions, "mask": mask, "adapted": adapted}
-            x = self.hidden(tokens, **given, **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}))  # type: ignore[arg-type]
+            options = {"cache": cache, "counts": counts, "positions": positions, "mask": mask, "adapted": adapted}
+            x = self.hidden(tokens, **options, **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}))  # type: ignore[arg-type]
         if rows is not None:
             x = select_rows("Transformer", x, rows)
         if cache is None:
@@ -469,8 +469,8 @@ class Transformer(nn.Module):
         """
         check_tokens("Transformer.recompute", tokens, self.device)
         config = self.config
-        own = config.query_scale, config.window_rope_theta, config.attention_softcap
-        if config.sinks or any(each is not None for each in own):
+        specials = config.query_scale, config.window_rope_theta, config.attention_softcap
+        if config.sinks or any(each is not None for each in specials):
             fault = "layers with sinks, with a cap, or with a rotation or a scale of their own cannot compute rows anew"
             raise NotImplementedError(sentence("Transformer.recompute", fault, "Use a method for causal models."))
         with torch.no_grad():

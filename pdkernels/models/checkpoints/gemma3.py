@@ -92,12 +92,12 @@ def sizes_of(fields: Fields) -> dict[str, Any]:
 def caps_of(fields: Fields, attention: float | None = None, logits: float | None = None) -> dict[str, Any]:
     """The caps of scores and of logits; null is none. Without a default cap of scores, transformers reads the field and
     computes none."""
-    given = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
+    defaults = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
     stated = fields.get("attn_logit_softcapping")
     demand(attention is not None or stated is None, "attn_logit_softcapping", "be null", shown(stated))
     caps = [
         None if fields.get(name, default) is None else fields.number(name, default, above=0)
-        for name, default in given.items()
+        for name, default in defaults.items()
     ]
     return dict(zip(("attention_softcap", "logits_softcap"), caps, strict=True))
 
