@@ -97,8 +97,8 @@ def report(error: BaseException) -> None:
     """Prints an error's sentence to stderr."""
     text = in_flags(str(error), FLAGS)
     typed = "|".join(map(re.escape, FLAGS.values()))
-    if RUNNING and typed:  # it was the command that took the argument
-        text = re.sub(rf"^pdkernels\.[\w.]+: (?=({typed}) must )", f"pdkernels.{RUNNING[0]}: ", text)
+    if RUNNING and typed:  # it was the command that took the argument, and no op: these have one name
+        text = re.sub(rf"^pdkernels\.\w+\.[\w.]+: (?=({typed}) must )", f"pdkernels.{RUNNING[0]}: ", text)
     Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 

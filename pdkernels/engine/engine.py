@@ -188,8 +188,8 @@ class Engine:
             timeout: seconds from now after which it ends with what it has; None: no limit.
             provisional: also give pieces with what stands after the text so far (`Piece.provisional`), for a method
                 that fills positions in any order. A reader gets the latest; older ones are not kept.
-            after: one of its generations that has ended, which this one goes on from: it was let in, so this one waits
-                for its turn whoever else waits.
+            after: a generation of this engine that has joined a batch, which this one goes on from: it was let in, so this
+                one waits for its turn even if `max_waiting` requests do. One can be gone on from once.
             **options: of the method; and settings (the fields of `SamplingParams`), `trace` and `overflow`, as for
                 `generate`. `n` must be 1, `seed` an int, and `max_new_tokens` at most the engine's. Requests with a
                 hook have a batch of their own, and so have those with a grammar where canvases are filled.
@@ -262,7 +262,9 @@ class Engine:
         with self._lock:
             self._refuse_closed()
             waiting = sum(len(method_batch.waiting) for method_batch in self._method_batches.values())
-            if waiting >= self.max_waiting and after is None:
+            if after is not None:
+                after._go_on(self._thread)
+            elif waiting >= self.max_waiting:
                 raise EngineFull(
                     sentence(_OP, f"{waiting} requests wait already", "Try again later, or raise max_waiting.")
                 )

@@ -47,7 +47,14 @@ class Generation:
         self._standing: tuple[int, int, list[int | None]] = (0, 0, [])  # number, the pieces before it, its tokens
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
-        self._worker = worker
+        self._worker, self._goes_on = worker, False
+
+    def _go_on(self, worker: Worker) -> None:
+        """Called for the request that comes after it; there is one at most."""
+        ready = self._worker is worker and self.joined is not None and not self._goes_on
+        expectation = "be a generation of this engine that has joined a batch, and is gone on from once"
+        check(ready, "Engine.submit", "after", expectation, f"number {self.number}")
+        self._goes_on = True
 
     @property
     def done(self) -> bool:

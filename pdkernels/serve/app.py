@@ -54,7 +54,8 @@ class Limits:
     Attributes:
         body: bytes of a request.
         body_seconds: in which it must arrive; so must the head of a request.
-        unread_seconds: after which a client that takes nothing more of its answer is cut off (on Linux).
+        unread_seconds: after which a client that takes nothing more of its answer is cut off (on Linux, by `run`). Of a large
+            answer a client must read some hundred kilobytes in this time: the kernel counts what makes room.
         choices: answers that one request may ask for.
         seconds: of an answer; None: no limit. A request's own `timeout` counts if it is smaller.
         shutdown: seconds that requests have to finish after the server was told to stop.

@@ -26,7 +26,7 @@ class JsonRequest(Request):
         except NotANumber as error:
             fault = f"that all read: {shown(error.text)} is no number there"
         except UnicodeDecodeError as error:
-            fault = f"in UTF-8: byte {error.start} is part of no character"
+            fault = f"in {error.encoding.upper()}: byte {error.start} is part of no character"
         except RecursionError:
             fault = "that can be read here: it is too deep"
         except ValueError:

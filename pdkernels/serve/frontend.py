@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -122,7 +123,7 @@ class Frontend:
         try:
             ids: list[int] = self.engine.model.tokenizer.encode_chat(plain(body.messages, source), **variables)
         except (ValueError, TypeError) as error:
-            raise Refused(_template_words(str(error)), 400, "messages") from None
+            raise Refused(_template_words(str(error)), 400, _blamed(body)) from None
         return ids
 
     def completion(self, body: CompletionRequest) -> Draft:
@@ -289,6 +290,16 @@ def _template_words(text: str) -> str:
     """What a template says of the messages, without Jinja's name for it."""
     match = re.search(r"must render the messages, got \w+ \((.*)\)\.?$", text)
     return f"the chat template does not take these messages: {match[1]}" if match else in_http_words(text)
+
+
+def _blamed(body: ChatRequest) -> str:
+    """The field that a template stumbles over: one with half of a character, else the messages."""
+    for name in ("tools", "chat_template_kwargs"):
+        try:
+            json.dumps(body.model_dump(include={name}), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return name
+    return "messages"
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from pdkernels.serve.json_text import parsed_json, read_json
 
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Fields of messages beside their contents."""
+_READS_FUNCTION_CALL = re.compile(r"""(\.|["'])function_call\b""")
+"""What a template that shows such a field has: as an attribute or as a key."""
 
 
 def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
@@ -45,7 +48,7 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
                 )
             made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
             called |= {call.get("id") or "": call["function"]["name"] for call in made["tool_calls"]}
-        if message.get("function_call") and "function_call" not in template:
+        if message.get("function_call") and not _READS_FUNCTION_CALL.search(template):
             fault = "the chat template of this model does not show function_call, which tool_calls have replaced"
             raise Refused(fault, 400, f"{where}.function_call")
         name = called.get(message.get("tool_call_id") or "")

@@ -20,7 +20,19 @@ from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, error_body, of_failure, renamed, shown
 from pdkernels.serve.gate import log_failure
 from pdkernels.serve.messages import handed_on, part
-from pdkernels.serve.schema import ChatRequest, Common, Depth, Flag, Integer, InUnicode, OneAnswer, Strict, one_of
+from pdkernels.serve.schema import (
+    TO_FIRST,
+    ChatRequest,
+    Common,
+    Depth,
+    Flag,
+    Integer,
+    InUnicode,
+    ObjectList,
+    OneAnswer,
+    Strict,
+    one_of,
+)
 from pdkernels.serve.service import Service
 from pdkernels.serve.threads import in_thread
 
@@ -93,9 +105,9 @@ class CountRequest(Strict):
     """The body of `/v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: Annotated[str | list[dict[str, Any]] | None, one_of("a text or a list of blocks"), InUnicode] = None
-    tools: list[_Tool] | None = None
+    messages: Annotated[ObjectList, Field(min_length=1)]
+    system: Annotated[str | ObjectList | None, one_of("a text or a list of blocks"), InUnicode] = None
+    tools: Annotated[list[_Tool], TO_FIRST] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None

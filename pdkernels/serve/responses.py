@@ -21,7 +21,19 @@ from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, of_failure, renamed, shown
 from pdkernels.serve.gate import Escaped, log_failure
 from pdkernels.serve.messages import arguments_of, handed_on, part
-from pdkernels.serve.schema import ChatRequest, Common, Depth, Flag, Integer, InUnicode, OneAnswer, Strict, one_of
+from pdkernels.serve.schema import (
+    TO_FIRST,
+    ChatRequest,
+    Common,
+    Depth,
+    Flag,
+    Integer,
+    InUnicode,
+    ObjectList,
+    OneAnswer,
+    Strict,
+    one_of,
+)
 from pdkernels.serve.service import Service
 
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -68,7 +80,7 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     """The body of `/v1/responses`."""
 
     input: Annotated[
-        Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)],
+        Annotated[str, Field(min_length=1)] | Annotated[ObjectList, Field(min_length=1)],
         one_of("a text or a list of items, not empty"),
     ]
     instructions: Annotated[str | None, InUnicode] = None
@@ -78,7 +90,7 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     background: Literal[False] = False
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
-    tools: list[_Tool] | None = None
+    tools: Annotated[list[_Tool], TO_FIRST] | None = None
     tool_choice: Annotated[
         Literal["auto", "none", "required"] | _Chosen | None,
         one_of('"auto", "none", "required", or a function: {"type": "function", "name": ..}'),
@@ -88,7 +100,7 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     reasoning: _Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # `_ENCRYPTED`
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], TO_FIRST] | None = None  # `_ENCRYPTED`
     """A thought is part of its item, which can be sent back: nothing is encrypted."""
     thinking_token_budget: Annotated[Integer, Field(ge=0)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

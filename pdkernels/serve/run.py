@@ -16,6 +16,7 @@ _READ = 10  # seconds in which clients may read the rest of answers that have en
 _WRITE = 10  # seconds in which an engine may write what it keeps
 _PIECE = 1 << 11  # bytes that are parsed at once
 _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # of Linux
+_LONGEST_WAIT = 2**31 - 1  # milliseconds that it takes
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:
@@ -62,11 +63,13 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._wait()
             connection = transport.get_extra_info("socket")
             if connection is not None and _USER_TIMEOUT is not None:
                 # The kernel alone knows what a client has taken: megabytes of an answer are in its buffers.
-                connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, max(1, int(1000 * unread)))
-            self._wait()
+                milliseconds = int(min(max(1, 1000 * unread), _LONGEST_WAIT))
+                with suppress(OSError):  # a socket that is not of TCP
+                    connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
 
         def data_received(self, data: bytes) -> None:
             waiting, self._data = bool(self._data), self._data + data

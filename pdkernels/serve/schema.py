@@ -28,6 +28,11 @@ from pdkernels.generation.params import SETTINGS, Setting
 
 _LONGEST = Field(max_length=4096)
 """Limit of lists and objects."""
+TO_FIRST = Field(fail_fast=True)
+"""Of lists: nothing is said of what comes after a wrong item."""
+TextList = Annotated[list[str], TO_FIRST]
+IdList = Annotated[list[StrictInt], TO_FIRST]
+ObjectList = Annotated[list[dict[str, Any]], TO_FIRST]
 
 
 def _number(kind: Literal["int_type", "float_type"]) -> BeforeValidator:
@@ -46,12 +51,13 @@ Flag = StrictBool
 
 
 def _in_unicode(texts: Any) -> Any:
-    for text in [texts] if isinstance(texts, str) else texts or ():
+    for item in [texts] if isinstance(texts, str) else texts or ():
+        text = item.get("text") if isinstance(item, dict) else item
         try:
             if isinstance(text, str):
                 text.encode()
         except UnicodeEncodeError as error:
-            character = ascii(text[error.start])
+            character = ascii(error.object[error.start])
             fault = "must hold only Unicode characters, got the surrogate {character}"
             raise PydanticCustomError("unicode", fault, {"character": character}) from None
     return texts
@@ -68,7 +74,8 @@ def one_of(kinds: str) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError as error:
-            if any(one["type"] == "string_unicode" for one in error.errors()):
+            # Only a text, or an object with one, gives such an error, and of a long list there are many others.
+            if isinstance(value, (str, dict)) and any(one["type"] == "string_unicode" for one in error.errors()):
                 raise PydanticKnownError("string_unicode") from None
             raise PydanticCustomError("kinds", f"must be {kinds}") from None
 
@@ -76,7 +83,7 @@ def one_of(kinds: str) -> WrapValidator:
 
 
 def _place(key: Any) -> Any:
-    if isinstance(key, str) and not re.fullmatch(r"-?(0|[1-9][0-9]*)", key):
+    if isinstance(key, str) and not re.fullmatch(r"0|-?[1-9][0-9]*", key):
         raise PydanticKnownError("int_parsing")
     return key
 
@@ -108,12 +115,12 @@ def _json_type(setting: Setting) -> Any:
     """The type of a setting's field."""
     minimum, maximum = setting.wire_bounds
     number = Annotated[Number, Field(ge=minimum, le=maximum, allow_inf_nan=False)]
-    token_ids = Annotated[list[StrictInt], _LONGEST]
+    token_ids = Annotated[IdList, _LONGEST]
     types = {
         "number": number,
         "integer": Annotated[Integer, Field(ge=minimum, le=maximum)],
         "integers": token_ids,
-        "sequences": Annotated[list[token_ids], _LONGEST],
+        "sequences": Annotated[list[token_ids], _LONGEST, TO_FIRST],
         "numbers by token": Annotated[dict[Place, number], _LONGEST],
         "tokens by place": Annotated[dict[Place, StrictInt], _LONGEST],
         "name": Annotated[str, Field(min_length=1, max_length=256)],
@@ -164,7 +171,7 @@ class Settings(Sampling, Common):  # type: ignore[misc]
     store: Literal[False] | None = None
     regex: str | None = None
     """A regular expression that the whole answer matches."""
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[TextList, Field(min_length=1)] | None = None
     """Texts of which the answer is one."""
     provisional: Flag = False
     """Whether a stream also says what stands after its text so far, and may still change; of methods that fill
@@ -181,7 +188,9 @@ class Settings(Sampling, Common):  # type: ignore[misc]
         return {name: value for name, value in values.items() if value is not None}
 
 
-Depth = Annotated[int, Field(strict=True, ge=0, le=64)] | Literal["any"]
+Depth = Annotated[
+    Annotated[int, Field(strict=True, ge=0, le=64)] | Literal["any"], one_of('an integer from 0 to 64, or "any"')
+]
 """How often a reference of a schema may be inside itself."""
 
 
@@ -230,16 +239,16 @@ class Tool(Strict):
 class ChatRequest(Settings):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[ObjectList, Field(min_length=1)]
     max_completion_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = None  # type: ignore[valid-type]
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], TO_FIRST] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     """Of a dictionary, a function's: `{"type": "function", "function": {"name": ..}}`."""
     parallel_tool_calls: Flag | None = None
     """False: an answer has at most one call."""
     calls_in_thoughts: Flag = False
     """Whether calls inside a thought count, too."""
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], TO_FIRST] | None = None
     response_format: ResponseFormat | None = None
     logprobs: Flag | None = None
     top_logprobs: _json_type(SETTINGS["logprobs"]) | None = None  # type: ignore[valid-type]
@@ -275,7 +284,7 @@ class CompletionRequest(Settings):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[
-        str | list[StrictInt] | list[str] | list[list[StrictInt]],
+        str | IdList | TextList | Annotated[list[IdList], TO_FIRST],
         one_of("a text, a list of token ids, or a list of texts or of lists of ids"),
         InUnicode,
     ]

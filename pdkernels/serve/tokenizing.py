@@ -13,7 +13,7 @@ from pydantic import Field, StrictInt
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.frontend import Frontend
 from pdkernels.serve.log_probs import shown, written
-from pdkernels.serve.schema import ChatRequest, Flag, InUnicode, Strict, Tool
+from pdkernels.serve.schema import TO_FIRST, ChatRequest, Flag, InUnicode, ObjectList, Strict, Tool
 from pdkernels.serve.threads import in_thread
 
 
@@ -22,7 +22,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: Annotated[str | None, InUnicode] = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[ObjectList, Field(min_length=1)] | None = None
     add_special_tokens: Flag | None = None
     """Whether those are added that the tokenizer puts around a text; a chat's template writes them itself."""
     return_token_strs: Flag = False
@@ -31,7 +31,7 @@ class TokenizeRequest(Strict):
     """Whether a chat ends with the beginning of an answer; null: unless its last message is continued."""
     continue_final_message: Flag = False
     """Whether a chat ends within its last message."""
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], TO_FIRST] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -51,7 +51,7 @@ class DetokenizeRequest(Strict):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0)]], TO_FIRST]
 
 
 class DetokenizeResponse(Strict):

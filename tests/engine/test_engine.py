@@ -378,6 +378,16 @@ def test_cancelled_late_and_refused_requests() -> None:
         with pytest.raises(EngineFull, match="2 requests wait already"):
             engine.submit("import", max_new_tokens=3)
         rest = engine.submit("import", max_new_tokens=3, after=first)  # which was let in
+        with Engine(model) as another:
+            for other in (
+                first,
+                waiting,
+                another.submit("import", max_new_tokens=3),
+            ):  # gone on from, not let in, not ours
+                with pytest.raises(
+                    ValueError, match="after must be a generation of this engine that has joined a batch"
+                ):
+                    engine.submit("import", max_new_tokens=3, after=other)
         with pytest.raises(TimeoutError, match="request 1 has not ended within 0.0"):
             waiting.result(0.01)
         waiting.cancel()

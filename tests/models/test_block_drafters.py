@@ -302,6 +302,10 @@ def test_a_released_checkpoint_of_dflash2(where: str, target: Transformer, tmp_p
             with pytest.raises(NotImplementedError, match=f"{name} must be absent or .*, got {value}"):
                 load_drafter(folder, target)
             del part[name]
+    for part in (config, config["dflash_config"]):  # as the code of released checkpoints reads it
+        part["is_causal"] = False
+        (folder / "config.json").write_text(json.dumps(config))
+        assert load_drafter(folder, target).config == head.config
     config["dflash_config"]["share_lm_head"] = True
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(NotImplementedError, match="dflash_config: 'share_lm_head' must be absent"):

@@ -192,7 +192,7 @@ def cases() -> list[Any]:
         if kind in MIXTURES:
             found += [pytest.param(kind, changes, id=f"{kind}-{name}") for name, changes in experts]
         for name, changes in [*every, *PAIRS.items(), *((f"no {field}", {field: ...}) for field in MISSING)]:
-            touchy = any(part in name for part in ("rope", "window", "heads", "head_dim", "layer_types", "length", "no ", "base", "bias"))  # fmt: skip
+            touchy = any(part in name for part in ("rope", "window", "heads", "head_dim", "layer_types", "length", "no ", "base", "bias", "causal"))  # fmt: skip
             marks = [] if fast and touchy else [pytest.mark.slow]
             found.append(pytest.param(kind, changes, id=f"{kind}-{name}", marks=marks))
     return found

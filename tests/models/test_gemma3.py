@@ -109,6 +109,15 @@ def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
             NotImplementedError,
             "type must be called rope_type",
         ),
+        (
+            {
+                "rope_parameters": {
+                    kind: {"type": "linear", "factor": 2.0} for kind in ("sliding_attention", "full_attention")
+                }
+            },
+            NotImplementedError,
+            "sliding_attention: type must be called rope_type",
+        ),
         ({"attn_logit_softcapping": 50.0}, NotImplementedError, "attn_logit_softcapping must be null, got 50.0"),
         ({"hidden_activation": "silu"}, NotImplementedError, "hidden_activation must be 'gelu_pytorch_tanh'"),
     ],
@@ -232,13 +241,15 @@ def test_tokenizers_that_are_refused(words: dict[str, Any], error: type[Exceptio
         models.load(tmp_path / "m.gguf")
 
 
-def test_a_rule_beside_rules_of_kinds_is_that_of_full_layers() -> None:
-    """As transformers reads it."""
+@pytest.mark.parametrize("has_nulls", [False, True])
+def test_a_rule_beside_rules_of_kinds_is_that_of_full_layers(has_nulls: bool) -> None:
+    """As transformers reads it; bases outside are those of rules without one."""
     rules = {
-        "sliding_attention": {"rope_type": "default"},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5.0},
         "full_attention": {"rope_type": "default", "rope_theta": 7.0},
     }
     fields = {**SIZES, "model_type": "gemma3_text", "num_attention_heads": 4, "vocab_size": 9, "hidden_size": 32}
+    fields |= {"rope_theta": None, "rope_local_base_freq": None} if has_nulls else {}
     fields |= {"intermediate_size": 8, "rope_parameters": rules, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
     full = transformers.Gemma3TextConfig(**copy.deepcopy(fields)).rope_parameters["full_attention"]
     config = gemma3.from_gemma3_config(fields)

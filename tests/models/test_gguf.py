@@ -151,13 +151,13 @@ WRONG = [
     ({"embedding_length": None}, "m.gguf: llama must hold 'embedding_length', got only "),
     (
         {"block_count": 10**9},
-        "m.gguf must hold every tensor that its keys describe, got 21 for 1000000000 layers. It may be one part of a split "
-        "model: join these with `llama-gguf-split --merge`.",
+        "m.gguf must hold every tensor that its keys describe, got 21 for 1000000000 layers. It may be incomplete, or of another "
+        "architecture.",
     ),
     (
         {"block_count": 3},
         "m.gguf must hold every tensor that its keys describe, got none called blk.2.attn_q.weight, blk.2.attn_k.weight, "
-        "blk.2.attn_v.weight, blk.2.attn_output.weight and 5 more. It may be one part of a split model: join these",
+        "blk.2.attn_v.weight, blk.2.attn_output.weight and 5 more. It may be incomplete, or of another architecture.",
     ),
     ({"block_count": 1}, "m.gguf must hold only tensors that its keys describe, got also blk.1.attn_k.weight, "),
     ({"feed_forward_length": [64, 32]}, "m.gguf: llama: feed_forward_length must be an integer from 1 to "),

@@ -159,6 +159,8 @@ def test_hybrid_models_in_float64(kind: str, head_dim: int) -> None:
     torch.testing.assert_close(expected.float(), near, atol=1e-4, rtol=1e-4)
     with torch.inference_mode():
         torch.testing.assert_close(model(tokens), expected, atol=1e-11, rtol=1e-11)
+    plan = pd.masks.causal(9).plan(64, 64)
+    torch.testing.assert_close(model(tokens, mask=plan), expected, atol=1e-11, rtol=1e-11)
     for page_size in (None, 4):
         cache: Any = model.new_cache(2, 16, **({} if page_size is None else {"kind": "paged", "page_size": page_size}))
         if page_size is not None:

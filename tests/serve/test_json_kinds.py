@@ -12,8 +12,12 @@ import pdkernels as pd
 
 pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 
 from pdkernels.serve import create_app
+from pdkernels.serve.errors import Refused
+from pdkernels.serve.messages import plain
+from pdkernels.serve.schema import ChatRequest, CompletionRequest
 from tests.serve.clients import Chatting
 from tests.serve.test_fields import BODIES, CHAT, MESSAGES, RESPONSES, TEMPLATE, TEXT, TOKENIZE
 
@@ -50,10 +54,34 @@ def places(schema: dict[str, Any], known: dict[str, Any], at: Place = ()) -> Ite
         yield from places(schema["items"], known, (*at, "0"))
 
 
-def holding(at: Place, value: Any) -> Any:
-    for name in reversed(at):
-        value = [value] if name == "0" else {name: value}
-    return value
+def resolved(schema: dict[str, Any], known: dict[str, Any], name: str = "") -> dict[str, Any]:
+    """Without references, and of several forms the one with a field of this name."""
+    schema = known[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    forms = [resolved(one, known, name) for one in schema.get("anyOf", []) if one.get("type") != "null"]
+    holding = [one for one in forms if name in one.get("properties", {}) or (name == "0" and "items" in one)]
+    return [*holding, *forms, schema][0]
+
+
+def least(schema: dict[str, Any], known: dict[str, Any]) -> Any:
+    """A value that it allows."""
+    schema = resolved(schema, known)
+    if "const" in schema or "enum" in schema:
+        return schema.get("const", schema.get("enum", [None])[0])
+    kind = schema.get("type", "object")
+    if kind == "object":
+        return {name: least(schema["properties"][name], known) for name in schema.get("required", [])}
+    return {"string": "a", "array": [], "boolean": False}.get(kind, schema.get("minimum", 1))
+
+
+def holding(schema: dict[str, Any], known: dict[str, Any], at: Place, value: Any) -> Any:
+    """A body's part with this value there, and with what must be beside it."""
+    if not at:
+        return value
+    schema = resolved(schema, known, at[0])
+    if at[0] == "0" and "items" in schema:
+        return [holding(schema["items"], known, at[1:], value)]
+    inner = schema.get("properties", {}).get(at[0]) or schema["additionalProperties"]
+    return least(schema, known) | {at[0]: holding(inner, known, at[1:], value)}
 
 
 def test_every_number_and_flag_of_every_route_is_one(client: Any) -> None:
@@ -64,11 +92,11 @@ def test_every_number_and_flag_of_every_route_is_one(client: Any) -> None:
         schema = description["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
         for at, kind in places(schema, known):
             for value in WRONG[kind]:
-                filled = holding(at, value)
-                answer = client.post(route, json=body | filled)
-                error = answer.json().get("error", {})
-                assert answer.status_code == 400, (route, at, value, answer.text)
-                assert (error["param"] or "").startswith(at[0]), (route, at, value, error)
+                inner = resolved(schema, known)["properties"][at[0]]
+                answer = client.post(route, json=body | {at[0]: holding(inner, known, at[1:], value)})
+                error = answer.json().get("error", {"param": None})
+                assert (answer.status_code, error["param"]) == (400, ".".join(at)), (route, at, value, answer.text)
+                assert "must be" in error["message"], (route, at, value, answer.text)
                 count += 1
     assert count > 300
 
@@ -95,7 +123,8 @@ SAID = {"messages": [{"role": "user", "content": HALF}]}
         (TEXT, {"stop": HALF}, "stop"), (TEXT, {"choice": [HALF]}, "choice"), (TEXT, {"regex": HALF}, "regex"), (TEXT, {HALF: 1}, None),
         ("/replay", {"prompt": HALF}, "prompt"), (TOKENIZE, {"prompt": HALF, "messages": None}, "prompt"),
         (TOKENIZE, SAID, "messages"), (CHAT, SAID, "messages"), (MESSAGES, SAID, "messages"), (MESSAGES, {"system": HALF}, "system"),
-        (RESPONSES, {"input": HALF}, "input"),
+        (RESPONSES, {"input": HALF}, "input"), (MESSAGES, {"system": [{"type": "text", "text": HALF}]}, "system"),
+        (CHAT, {"chat_template_kwargs": {"reasoning_effort": HALF}}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_half_a_character_in_what_the_model_reads_is_refused_by_name(
@@ -121,6 +150,24 @@ def test_what_is_wrong_with_json_is_said(client: Any, body: bytes, words: str) -
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
 
+def test_of_a_long_list_the_first_wrong_item_is_told() -> None:
+    """Errors of all items would take longer than the request may."""
+    wrong: list[Any] = [{}] * 10_000
+    for kind, body in ((CompletionRequest, {"prompt": wrong}), (ChatRequest, {"messages": [1] * 10_000})):
+        with pytest.raises(ValidationError) as error:
+            kind.model_validate({"model": "tiny", **body})
+        assert error.value.error_count() == 1
+
+
+def test_a_template_shows_what_it_reads() -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}, CALLED]
+    for template in ("{{ m.function_call }}", "{% if m['function_call'] %}", '{{ m["function_call"] }}'):
+        assert plain(messages, template)
+    for template in ("<start_function_call>", "{# function_call #}", "{{ m.function_calls }}"):
+        with pytest.raises(Refused, match="does not show function_call"):
+            plain(messages, template)
+
+
 CALLED = {"role": "assistant", "content": None, "function_call": {"name": "get", "arguments": "{}"}}
 COUNT = "/v1/messages/count_tokens"
 
@@ -138,7 +185,9 @@ COUNT = "/v1/messages/count_tokens"
             "tools": [{"type": "function", "function": {"name": "a"}}], "chat_template_kwargs": {"a": 1}, "add_generation_prompt": True,
             "continue_final_message": True}.items()),
         (CHAT, {"messages": [{"role": "user", "content": "a"}, CALLED]}, "messages.1.function_call", "does not show function_call"),
-        *((TEXT, {"logit_bias": {key: 1}}, "logit_bias", "must be an integer") for key in ("01", " 1", "1.0", "1_0", "+1", "true")),
+        *((TEXT, {"logit_bias": {key: 1}}, "logit_bias", "must be an integer") for key in ("01", " 1", "1.0", "1_0", "+1", "true", "-0")),
+        *((CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "depth": depth}}}, "response_format.json_schema.depth",
+           'an integer from 0 to 64, or "any"') for depth in (True, "x", 65)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(

@@ -585,7 +585,7 @@ class Hybrid(nn.Module):
         length = tokens.shape[1]
         parents = list(range(-1, length - 1)) if mask is None else _followed(mask, positions)
         pieces = tree_scan.pieces_of(parents, self.config.conv_width - 1)
-        visibility = uncached_visibility(mask)
+        visibility = uncached_visibility(mask if mask is None or self._has_kernels() else mask.dense())
         seen = self._seen(visibility, length, None, positions)
         return Rows(self._uncached(tokens, positions), visibility, None, None, None, pieces, seen)
 

@@ -152,20 +152,29 @@ def _rotations(fields: Fields) -> tuple[float, LinearScaling | None, float]:
     field = next((name for name in rules.values if name not in KINDS), None)
     demand(field is None, f"rope_parameters: {shown(field)}", "be inside the rule of a kind of layers", "outside")
     local, full = (rules.part(kind) for kind in KINDS)
+    check_named(local)
     kind = local.get("rope_type", "default")
     demand(kind == "default", "rope_type", "be 'default' in layers with a window", shown(kind))
     # A rule outside adds to that of full layers, as its class in transformers reads it.
     full = Fields({**full.given, **fields.part("rope_scaling").given}, full.where)
-    theta = fields.number("rope_theta", 1e6, above=0)
-    local_theta = fields.number("rope_local_base_freq", LOCAL_THETA, above=0)
-    local_theta = local.number("rope_theta", local_theta, above=0)
-    return full.number("rope_theta", theta, above=0), _linear(full), local_theta
+    theta = _base(full, fields, "rope_theta", 1e6)
+    return theta, _linear(full), _base(local, fields, "rope_local_base_freq", LOCAL_THETA)
+
+
+def _base(rule: Fields, fields: Fields, outside: str, default: float) -> float:
+    """Of a rule, or of all rules where it has none."""
+    has_own = rule.get("rope_theta") is not None
+    return rule.number("rope_theta", above=0) if has_own else fields.number(outside, default, above=0)
+
+
+def check_named(rope: Fields) -> None:
+    """Refuses `type` alone: releases of transformers differ in whether they read it."""
+    is_named = "rope_type" in rope.values or "type" not in rope.values
+    demand(is_named, f"{rope.where}: type", "be called rope_type", shown(rope.get("type")))
 
 
 def _linear(rope: Fields) -> LinearScaling | None:
-    # Its class in transformers 4 read `type`, that of transformers 5 does not.
-    named = "rope_type" in rope.values or "type" not in rope.values
-    demand(named, "rope_scaling: type", "be called rope_type", shown(rope.get("type")))
+    check_named(rope)
     kind = rope.get("rope_type", "default")
     demand(kind in ("default", "linear"), "rope_type", "be default or linear", shown(kind))
     if kind == "default":

@@ -16,7 +16,7 @@ from pdkernels._validation import check
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.gemma4_config import Gemma4Config
 from pdkernels.models.architectures.rope import ProportionalRotation
-from pdkernels.models.checkpoints.gemma3 import caps_of
+from pdkernels.models.checkpoints.gemma3 import caps_of, check_named
 from pdkernels.models.checkpoints.hf_windows import FULL, KINDS, SLIDING, layer_kinds, require_causal, windows_of
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
@@ -138,6 +138,7 @@ def _rules(fields: Fields, kinds: list[str]) -> tuple[Fields, Fields]:
     rules.require(set(kinds))
     local, full = (rules.part(kind) for kind in KINDS)
     for rule, allowed in ((local, ("default",)), (full, ("default", "proportional"))):
+        check_named(rule)
         kind = rule.get("rope_type", "default")
         demand(kind in allowed, f"{rule.where}: rope_type", f"be {' or '.join(allowed)}", shown(kind))
     return local, full

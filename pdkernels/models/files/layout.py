@@ -89,7 +89,7 @@ class Layout(NamedTuple):
     def _lacks(self, actual: str, cause: str = "") -> NoReturn:
         label, described = self._described
         if not cause and label == self.source:
-            cause = "It may be one part of a split model: join these with `llama-gguf-split --merge`."
+            cause = "It may be incomplete, or of another architecture."
         fail(OP, label, f"hold every tensor {described}", actual, cause)
 
     def gather(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

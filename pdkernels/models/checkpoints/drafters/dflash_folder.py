@@ -73,7 +73,9 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
         kind = DFLASH2
     _checked_fields(fields, head_fields, published, kind, sizes.layers)
     # The layers are those of Qwen3, whatever model the sizes were taken from.
-    body_fields = {**DEFAULTS["qwen3"], **inner.given, "model_type": "qwen3", "tie_word_embeddings": False}
+    # Their blocks see themselves whole, and what is said of that is checked above.
+    sizes_of_layers = {name: value for name, value in inner.given.items() if name != "is_causal"}
+    body_fields = {**DEFAULTS["qwen3"], **sizes_of_layers, "model_type": "qwen3", "tie_word_embeddings": False}
     body = from_hf_config(body_fields)
     # What a window means for a block is for the attention library to say that runs the published code.
     expectation = "be full_attention alone without a speculators_model_type"
