@@ -408,7 +408,7 @@ def test_texts_are_read_before_a_forward(method: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "0")
     noted(Prefixes, "read", "r")
     kind = type(model(METHODS[method].example))
-    noted(kind, "hidden", "f"), noted(kind, "recompute", "f")
+    noted(kind, "_forward", "f"), noted(kind, "recompute", "f")
     noted(GrammarRows, "words", "w")
     written(method, Grammar.regex("[a-z]{4,9}"), "ab = ", max_new_tokens=12)
     assert re.fullmatch("(f*rf+w)+f*", "".join(seen)), "".join(seen)
