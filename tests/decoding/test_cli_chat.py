@@ -161,7 +161,10 @@ def test_accepted_drafts_are_in_colour(tiny: Transformer) -> None:
         (["--model", "tiny-code"], "pdkernels.chat: --model must have a chat template, got tiny-code."),
         (["--model", "tiny", "--draft", "none"], "pdkernels.chat: --draft must be one of 'model', 'lookup'"),
         (["--model", "tiny", "--method", "jacoby"], "method must name a decoding method, got 'jacoby'."),
-        (["--model", "tiny", "--method", "llada"], "pdkernels.chat: --method must fit the model (block_causal, causal)"),
+        (
+            ["--model", "tiny", "--method", "llada"],
+            "pdkernels.chat: --method must fit the model (block_causal, causal)",
+        ),
         (["--model", "tiny", "--temperature", "-1"], "temperature must be finite and at least 0"),
     ],
 )
