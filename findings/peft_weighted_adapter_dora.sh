@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Expected: add_weighted_adapter of one adapter with the weight 1 makes an adapter that computes the same; its documentation calls "cat" and "svd" precise.
+# Expected: add_weighted_adapter of one adapter with the weight 1 makes an adapter that computes the same, by "cat" and by "svd".
 # Seen: in peft 0.21.2 that holds for plain LoRA, with patterns of ranks and of alphas too. The new adapter takes use_dora and lora_bias from the old one's config, and
 # neither its magnitudes nor its biases: a DoRA has magnitudes of its own, made of the base's weights, and the biases are 0. Of use_rslora it takes a second scale, the
 # root of the rank, beside the one that is already in its matrices. Nothing is said.

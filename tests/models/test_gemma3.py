@@ -107,7 +107,7 @@ def test_a_folder_of_transformers_4(tmp_path: Path) -> None:
         (
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
             NotImplementedError,
-            "type must be called rope_type",
+            "config.json: rope_scaling: type must be called rope_type",
         ),
         (
             {

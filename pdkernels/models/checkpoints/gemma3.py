@@ -156,7 +156,8 @@ def _rotations(fields: Fields) -> tuple[float, LinearScaling | None, float]:
     kind = local.get("rope_type", "default")
     demand(kind == "default", "rope_type", "be 'default' in layers with a window", shown(kind))
     # A rule outside adds to that of full layers, as its class in transformers reads it.
-    full = Fields({**full.given, **fields.part("rope_scaling").given}, full.where)
+    outer = fields.part("rope_scaling")
+    full = Fields({**full.given, **outer.given}, (full if full.given else outer).where)
     theta = _base(full, fields, "rope_theta", 1e6)
     return theta, _linear(full), _base(local, fields, "rope_local_base_freq", LOCAL_THETA)
 
