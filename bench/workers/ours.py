@@ -111,7 +111,7 @@ class Ours(Engine):
         return took, found.tokens.tolist()
 
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
-        method = ("jacobi", {"draft": "lookup"}) if lookup else ("autoregressive", {})
+        method = ("jacobi", {"draft": "lookup", "block_size": "auto"}) if lookup else ("autoregressive", {})
         if not hasattr(self, "server"):
             self.server = self.pd.Engine(self.model, max_running=32, max_new_tokens=new, kept_prompt_tokens=0)
         first: dict[int, float] = {}

@@ -52,6 +52,8 @@ class Transformers(Engine):
         self.cache_name = "cache" if "cache" in found else "past_key_values"  # before transformers 5.24
         self.cache = found[self.cache_name]
         self.length, self.batch = len(context), batch
+        if hasattr(self.cache, "activate_past_recording"):  # windows forget what `crop` needs, else
+            self.cache.activate_past_recording()
 
     def forward(self, tokens: Tokens) -> float:
         def run() -> None:

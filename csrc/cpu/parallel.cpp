@@ -25,7 +25,8 @@
 namespace pdkernels::cpu {
 namespace {
 
-constexpr int64_t kChunksPerThread = 4;
+// Each chunk begins a stream of weights and fetches beyond its end: with 4, two threads read one row 10 % more slowly.
+constexpr int64_t kChunksPerThread = 2;
 constexpr int64_t kLoops = 16;     // concurrent loops with helpers; any further loop runs on its caller alone
 constexpr int64_t kHelpers = 511;  // per loop
 constexpr int64_t kWoken = 2;      // threads that the caller wakes, as does each helper while more are needed

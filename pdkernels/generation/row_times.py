@@ -39,6 +39,8 @@ class RowTimes(NamedTuple):
     slope: float
     sequence: float = 0.0
     """Seconds that a row of another sequence takes longer than another row of the same one, where that was measured."""
+    packed: float = 0.0
+    """Seconds that a forward takes longer if its sequences have different numbers of rows, where that was measured."""
 
     @property
     def knee(self) -> float:
@@ -161,9 +163,16 @@ def measure_row_times(
 
 
 def _row_seconds(
-    model: Any, rows: Sequence[int], prefix: int, repeats: int, batch: int, patience: float = math.inf
+    model: Any,
+    rows: Sequence[int],
+    prefix: int,
+    repeats: int,
+    batch: int,
+    patience: float = math.inf,
+    packed: bool = False,
 ) -> dict[int, list[float]]:
-    """Seconds of each forward, by its number of rows. Sizes get no second one after `patience` seconds."""
+    """Seconds of each forward, by the rows of each sequence, or with `packed` by those of the first, beside one of each
+    other. Sizes get no second one after `patience` seconds."""
     for name, value in (("prefix", prefix), ("repeats", repeats), ("batch", batch)):
         check(value >= 1, _OP, name, "be at least 1", value)
     cache = model.new_cache(batch, prefix + max(rows))
@@ -175,7 +184,12 @@ def _row_seconds(
     with torch.inference_mode():
         model(torch.ones(batch, prefix, dtype=torch.int64, device=device), cache=cache, rows=last)
         cache.commit_(torch.full((batch,), prefix, device=device))
-        blocks = {count: torch.ones(batch, count, dtype=torch.int64, device=device) for count in rows}
+        blocks, packing = dict[int, torch.Tensor](), dict[int, dict[str, torch.Tensor]]()
+        for count in rows:
+            shape = (1, count + batch - 1) if packed else (batch, count)
+            blocks[count] = torch.ones(shape, dtype=torch.int64, device=device)
+            begins = torch.tensor([0, *range(count, count + batch)], device=device)
+            packing[count] = {"cu_seqlens": begins} if packed else {}
         seconds: dict[int, list[float]] = {count: [] for count in rows}
         for turn in range(repeats + 1):
             if turn > 1 and sum(map(sum, seconds.values())) > patience:
@@ -183,7 +197,7 @@ def _row_seconds(
             for count in rows:
                 _wait(device)
                 started = clock()
-                model(blocks[count], cache=cache)
+                model(blocks[count], cache=cache, **packing[count])
                 _wait(device)
                 if turn:
                     seconds[count].append(clock() - started)
@@ -209,6 +223,8 @@ class _Record(NamedTuple):
     seconds: list[float]
     several: float
     """Of one row of each of some sequences."""
+    packed: float
+    """Of two rows of the first of them and one of each other, without padding; `several` where that cannot be."""
     first: float
     """Of the clock, when these rows were first measured."""
     last: float
@@ -229,11 +245,14 @@ class _Record(NamedTuple):
         if self.rows != other.rows:
             return other
         seconds = list(map(min, self.seconds, other.seconds))
-        return _Record(self.rows, seconds, min(self.several, other.several), self.first, other.last)
+        several, packed = min(self.several, other.several), min(self.packed, other.packed)
+        return _Record(self.rows, seconds, several, packed, self.first, other.last)
 
     def times(self) -> RowTimes:
         times = fit_row_times(self.rows, list(accumulate(self.seconds, max)))  # more rows never take less time
-        return times._replace(sequence=max(0.0, self.several - times.between(_SEVERAL)) / (_SEVERAL - 1))
+        further = max(0.0, self.several - times.between(_SEVERAL))
+        packed = max(0.0, self.packed - times.between(_SEVERAL + 1) - further)
+        return times._replace(sequence=further / (_SEVERAL - 1), packed=packed)
 
 
 def _measurable(model: Any) -> tuple[list[int], int]:
@@ -268,8 +287,10 @@ def kept_row_times(model: Any) -> RowTimes:
         if recorded is None or not 0 <= now - recorded.last < _FRESH:
             rows, prefix = _measurable(model)
             seconds = _row_seconds(model, rows, prefix, 7, 1, _PATIENCE)
-            several = min(_row_seconds(model, [1], prefix, 7, _SEVERAL, _PATIENCE)[1])
-            measured = _Record(list(seconds), list(map(min, seconds.values())), several, now, now)
+            several = packed = min(_row_seconds(model, [1], prefix, 7, _SEVERAL, _PATIENCE)[1])
+            if getattr(model, "packs_rows", False) and getattr(model, "device", None) == torch.device("cpu"):
+                packed = min(_row_seconds(model, [2], prefix, 7, _SEVERAL, _PATIENCE, packed=True)[2])
+            measured = _Record(list(seconds), list(map(min, seconds.values())), several, packed, now, now)
             recorded = measured if recorded is None else recorded.least(measured)
             _write(file, _read(file) | {name: recorded})  # others may have written meanwhile
         _kept[name] = recorded.times()

@@ -30,8 +30,8 @@ class Times:
 
     sequence = 0.0
 
-    def __init__(self, costs: Sequence[float]) -> None:
-        self.costs = costs
+    def __init__(self, costs: Sequence[float], packed: float = 0.0) -> None:
+        self.costs, self.packed = costs, packed
 
     def between(self, rows: int) -> float:
         """The last rows cost alike."""
@@ -205,6 +205,19 @@ def test_auto_notices_that_acceptance_falls(table: str, monkeypatch: pytest.Monk
     assert auto < 0.9 * longest
 
 
+def test_what_packing_costs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of several sequences share a forward without padding: one that costs more than its guesses can gain is not tried."""
+    model = small_transformer(1, head_dim=16).float()
+    prompts, longest = [[3, 1, 4] * 6, [2, 7] * 8], list[int]()
+    for packed in (0.0, 1.5):
+        times = Times([1 + 0.05 * n for n in range(16)], packed)
+        monkeypatch.setattr("pdkernels.decoding.costs.kept_row_times", lambda model, times=times: times)
+        options: dict[str, Any] = {"max_new_tokens": 40, "end_tokens": (), "trace": True}
+        found = generate(model, prompts, "jacobi", draft="lookup", block_size="auto", **options)
+        longest.append(max(len(step.draft) for steps in found.stats.trace for step in steps))
+    assert longest[0] > 1 and longest[1] == 1
+
+
 # ---- times that are kept
 
 
@@ -227,16 +240,16 @@ def test_times_are_measured_once(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(row_times, "_row_seconds", measure)
     first = row_times.kept_row_times(model)
     assert (
-        row_times.kept_row_times(small_transformer(5, head_dim=16).float()) == first and len(measured) == 2
-    )  # rows, sequences
+        row_times.kept_row_times(small_transformer(5, head_dim=16).float()) == first and len(measured) == 3
+    )  # rows, sequences, sequences with different numbers of rows
     row_times._kept.clear()  # as in another process
-    assert row_times.kept_row_times(model) == first and len(measured) == 2
+    assert row_times.kept_row_times(model) == first and len(measured) == 3
     row_times.kept_row_times(other), row_times.kept_row_times(model.bfloat16())
-    assert len(measured) == 6 and len(json.loads(home.read_text())) == 3
+    assert len(measured) == 9 and len(json.loads(home.read_text())) == 3
     home.write_text("{")
     row_times._kept.clear()
     row_times.kept_row_times(model)
-    assert len(measured) == 8 and len(json.loads(home.read_text())) == 1
+    assert len(measured) == 12 and len(json.loads(home.read_text())) == 1
 
 
 def test_a_busy_machine_is_not_remembered(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,33 +257,35 @@ def test_a_busy_machine_is_not_remembered(home: Path, monkeypatch: pytest.Monkey
     model = small_transformer(0, head_dim=16).float()
     clock, slowness, measured = [1e9], [5.0], list[float]()
 
-    def measure(model: Any, rows: list[int], prefix: int, repeats: int, batch: int, patience: float) -> Any:
+    def measure(
+        model: Any, rows: list[int], prefix: int, repeats: int, batch: int, patience: float, packed: bool = False
+    ) -> Any:
         measured.append(clock[0])
-        return {count: [slowness[0] * (1 + count * batch / 8)] for count in rows}
+        return {count: [slowness[0] * (1.5 + 9 / 8 if packed else 1 + count * batch / 8)] for count in rows}
 
     def found() -> list[float]:
         row_times._kept.clear()  # as in another process
         times = row_times.kept_row_times(model)
-        return [times.between(1), times.sequence]
+        return [times.between(1), times.sequence, times.packed]
 
     monkeypatch.setattr(row_times, "_row_seconds", measure)
     monkeypatch.setattr(row_times.time, "time", lambda: clock[0])
-    idle = [1.125, 0.0]
+    idle = [1.125, 0.0, 0.5]
     busy = found()
-    assert busy == [5 * idle[0], 0.0] and len(measured) == 2
+    assert busy == [5 * each for each in idle] and len(measured) == 3
     slowness[0], clock[0] = 1.0, 1e9 + 3599
-    assert found() == busy and len(measured) == 2
+    assert found() == busy and len(measured) == 3
     clock[0] += 2
-    assert found() == idle and found() == idle and len(measured) == 4
+    assert found() == idle and found() == idle and len(measured) == 6
     slowness[0], clock[0] = 7.0, clock[0] + 3601
-    assert found() == idle and len(measured) == 6
+    assert found() == idle and len(measured) == 9
     clock[0] = 1e9 + 7 * 86400 + 1
-    assert found() == [7 * idle[0], 0.0] and len(measured) == 8
+    assert found() == [7 * each for each in idle] and len(measured) == 12
     slowness[0], clock[0] = 2.0, 1e9  # the clock was put back
-    assert found() == [2 * idle[0], 0.0] and len(measured) == 10
+    assert found() == [2 * each for each in idle] and len(measured) == 15
 
 
-@pytest.mark.parametrize("damaged", ["[1, 2]", '{"NAME": [[1, 2], [1.0, 1.0], 1.0]}', '{"NAME": [[1, 2], [1.0], 1.0, 1e9, 1e9]}', '{"NAME": [[1, 2], [1.0, NaN], 1.0, 1e9, 1e9]}', '{"NAME": [[1, 2], [1.0, "2"], 1.0, 1e9, 1e9]}', '{"NAME": 3}'])  # fmt: skip
+@pytest.mark.parametrize("damaged", ["[1, 2]", '{"NAME": [[1, 2], [1.0, 1.0], 1.0]}', '{"NAME": [[1, 2], [1.0], 1.0, 1.0, 1e9, 1e9]}', '{"NAME": [[1, 2], [1.0, NaN], 1.0, 1.0, 1e9, 1e9]}', '{"NAME": [[1, 2], [1.0, "2"], 1.0, 1.0, 1e9, 1e9]}', '{"NAME": [[1, 2], [1.0, 1.0], 1.0, 1e9, 1e9]}', '{"NAME": 3}'])  # fmt: skip
 def test_damaged_records_are_measured_again(damaged: str, home: Path) -> None:
     model = small_transformer(0, head_dim=16).float()
     home.parent.mkdir()
