@@ -29,7 +29,8 @@ def load(
     """Loads and parallelizes a model; a rank reads only its shard of the checkpoint folder.
 
     Args:
-        name_or_path: as for `pdkernels.models.load`. Models in the package and GGUF files are read whole by each rank.
+        name_or_path: as for `pdkernels.models.load`. Models in the package, GGUF files, and folders whose rows
+            have another order than ours are read whole by each rank.
         mesh: as for `parallelize`.
         dtype, device: as for `pdkernels.models.load`. With one GPU per rank, pass ``f"cuda:{local_rank}"``.
 
@@ -50,10 +51,11 @@ def load(
     if source in PACKAGED:
         source = str(packaged(source))
     checkpoint = checkpoint_of(source, name_or_path is not source, dtype)
-    if checkpoint.weights is None:
-        return parallelize(_known(load_whole(source, dtype=dtype, packed=False)), group).to(usable)
     shards = Shards(checkpoint.config, dist.get_rank(group), dist.get_world_size(group))
-    read = _read(checkpoint.layout, checkpoint.weights, shards)
+    layout = checkpoint.layout
+    if checkpoint.weights is None or layout.turned is not None or layout.shifted is not None:
+        return parallelize(_known(load_whole(source, dtype=dtype, packed=False)), group).to(usable)
+    read = _read(layout, checkpoint.weights, shards)
     parameters = ((name, _memory.moved(tensor, checkpoint.dtype, usable)) for name, tensor in read)
     attributes: dict[str, Any] = {"tokenizer": checkpoint.tokenizer, "end_tokens": checkpoint.end_tokens}
     if hasattr(checkpoint.config, "predicts"):  # a Transformer's

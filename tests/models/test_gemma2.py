@@ -13,6 +13,7 @@ import pdkernels as pd
 from pdkernels import models
 from pdkernels.decoding import generate
 from pdkernels.models.checkpoints import gemma2, gemma3
+from pdkernels.models.files.gguf_keys import Keys
 
 transformers = pytest.importorskip("transformers", reason="builds models with transformers", minversion="5.20")
 from tests.models.test_gemma3 import NEW, TOKENS, theirs  # noqa: E402
@@ -142,7 +143,9 @@ def test_a_gguf_file(stated: bool, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
     files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf")
     caps: dict[str, Any] = (
-        {**CAPS, "sliding_window": 7} if stated else {"sliding_window": 4096, **dict(zip(CAPS, (50.0, 30.0)))}
+        {**CAPS, "sliding_window": 7, "layer_types": [*["sliding_attention"] * 2, "full_attention"]}
+        if stated
+        else {"sliding_window": 4096, **dict(zip(CAPS, (50.0, 30.0)))}
     )
     model = a_model(**caps, query_pre_attn_scalar=16)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")
@@ -151,7 +154,8 @@ def test_a_gguf_file(stated: bool, tmp_path: Path) -> None:
         "attention.head_count": 2, "attention.head_count_kv": 1, "attention.key_length": 16,
         "attention.value_length": 16, "attention.layer_norm_rms_epsilon": 1e-6,
     }  # fmt: skip
-    for name, value in {**known, **({**CAPS, "attention.sliding_window": 7} if stated else {})}.items():
+    said = {**CAPS, "attention.sliding_window": 7, "attention.sliding_window_pattern": 3, "rope.freq_base_swa": 10000.0}
+    for name, value in {**known, **(said if stated else {})}.items():
         files.add(writer, f"gemma2.{name}", value)
     state = model.state_dict()
     own = gemma2.from_gemma2_config(json.loads(model.config.to_json_string()))
@@ -170,6 +174,14 @@ def test_a_gguf_file(stated: bool, tmp_path: Path) -> None:
     )
     found = generate(loaded, TOKENS, "jacobi", block_size=9, max_new_tokens=NEW, end_tokens=()).tokens
     assert found.tolist() == theirs(model)
+
+
+def test_a_base_of_windows_alone_is_refused() -> None:
+    keys = {"block_count": 2, "rope.freq_base": 10000.0, "rope.freq_base_swa": 500.0}
+    with pytest.raises(
+        NotImplementedError, match=r"gemma2.rope.freq_base_swa must be rope.freq_base \(10000.0\), got 500.0"
+    ):
+        gemma2.from_keys(Keys(keys, "m.gguf: gemma2"), 8, None, True)
 
 
 @pytest.mark.filterwarnings("ignore")

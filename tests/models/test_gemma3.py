@@ -150,12 +150,13 @@ PIECES += [
 TYPES = [3, 3, 3, 2, *[6] * 256, 4, 4, *[1] * (len(PIECES) - 263), 3]
 
 
-def written(path: Path, window: int = 7, **words: Any) -> Any:
-    """A GGUF file as llama.cpp's converter writes it, 1 added to the weights of norms; the model of transformers."""
+def written(path: Path, window: int = 7, every: int = 6, keys: dict[str, Any] | None = None, **words: Any) -> Any:
+    """A GGUF file as llama.cpp's converter writes it, 1 added to the weights of norms; the model of transformers, in
+    which each layer of the number `every` sees the whole text. `keys` that are None are left out."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
     files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf")
-    every = ["sliding_attention"] * 5 + ["full_attention"]
-    model = a_model(window, vocab_size=len(PIECES), num_hidden_layers=6, layer_types=every)
+    kinds = [KINDS[(layer + 1) % every == 0] for layer in range(6)]
+    model = a_model(window, vocab_size=len(PIECES), num_hidden_layers=6, layer_types=kinds)
     writer = gguf.GGUFWriter(path, "gemma3")
     known = {
         "context_length": 256, "embedding_length": 32, "block_count": 6, "feed_forward_length": 48,
@@ -163,8 +164,9 @@ def written(path: Path, window: int = 7, **words: Any) -> Any:
         "attention.value_length": 16, "attention.layer_norm_rms_epsilon": 1e-6, "attention.sliding_window": window,
         "rope.freq_base": 1e6,
     }  # fmt: skip
-    for name, value in known.items():
-        files.add(writer, f"gemma3.{name}", value)
+    for name, value in {**known, **(keys or {})}.items():
+        if value is not None:
+            files.add(writer, f"gemma3.{name}", value)
     ranks = [-float(index) for index in range(len(PIECES))]
     said = {"model": "llama", "pre": "default", "tokens": PIECES, "scores": ranks, "token_type": TYPES}
     said |= {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "add_space_prefix": False}
@@ -193,6 +195,69 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     torch.testing.assert_close(own(torch.tensor([TOKENS])), model(torch.tensor([TOKENS])).logits, rtol=1e-4, atol=1e-4)
     found = generate(own, TOKENS, "jacobi", block_size=9, max_new_tokens=NEW, end_tokens=()).tokens
     assert found.tolist() == theirs(model)
+
+
+PERIODS: dict[str, tuple[int, dict[str, Any]]] = {
+    "a number": (3, {"attention.sliding_window_pattern": 3}),
+    "a list": (6, {"attention.sliding_window_pattern": [True] * 5 + [False]}),
+    "no layer": (1, {"attention.sliding_window_pattern": 1}),
+    "no window": (1, {"attention.sliding_window": None}),
+}
+
+
+@pytest.mark.parametrize("name", PERIODS)
+@pytest.mark.filterwarnings("ignore")
+def test_the_layers_with_a_window_of_a_gguf_file(name: str, tmp_path: Path) -> None:
+    every, keys = PERIODS[name]
+    model = written(tmp_path / "m.gguf", every=every, keys=keys)
+    own = models.load(tmp_path / "m.gguf")
+    torch.testing.assert_close(own(torch.tensor([TOKENS])), model(torch.tensor([TOKENS])).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"attention.sliding_window_pattern": [False] * 6}, "sliding_window_pattern must be every layer but each of number 6"),
+        ({"attention.key_length_swa": 8}, r"gemma3.attention.key_length_swa must be attention.key_length \(16\), got 8"),
+        ({"rope.dimension_count_swa": 8}, "rope.dimension_count_swa must be rope.dimension_count"),
+        ({"nextn_predict_layers": 1}, "gemma3.nextn_predict_layers must be 0, got 1"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_keys_that_are_refused(keys: dict[str, Any], text: str, tmp_path: Path) -> None:
+    written(tmp_path / "m.gguf", keys=keys)
+    with pytest.raises(NotImplementedError, match=text):
+        models.load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("saved", [None, ["norm", "input_layernorm"]])
+@pytest.mark.filterwarnings("ignore")
+def test_adapters(saved: list[str] | None, tmp_path: Path) -> None:
+    """Merged, norms too, which a file holds less 1; and of requests."""
+    peft = pytest.importorskip("peft", reason="compares with peft where it is installed")
+    model = a_model()
+    model.save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"], modules_to_save=saved)
+    adapted = peft.get_peft_model(model, settings).eval()
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    adapted.save_pretrained(tmp_path / "lora")
+    tokens = torch.tensor([TOKENS])
+    with torch.no_grad():
+        expected = adapted(tokens).logits
+    own: Any = models.load(tmp_path / "base", dtype=torch.float32, adapter=tmp_path / "lora")
+    torch.testing.assert_close(own(tokens), expected, rtol=1e-4, atol=1e-4)
+    plain: Any = models.load(tmp_path / "base", dtype=torch.float32)
+    if saved is not None:
+        with pytest.raises(NotImplementedError, match="hold pairs for the matrices of attention"):
+            models.load_adapter(plain, "a", tmp_path / "lora")
+        return
+    models.load_adapter(plain, "a", tmp_path / "lora")
+    cache = plain.new_cache(1, 64)
+    cache.adapt_([plain.adapters["a"]])
+    with torch.inference_mode():
+        torch.testing.assert_close(plain(tokens, cache=cache), expected, rtol=1e-4, atol=1e-4)
 
 
 def by_scores(text: str) -> list[int]:

@@ -76,7 +76,8 @@ class Adapter(NamedTuple):
             targets = rows.split([shape[0] for shape in sources.values()]) if len(sources) > 1 else [rows]
             for source, target in zip(sources, targets):
                 if source in self.whole:
-                    target.copy_(self.whole[source].view(target.shape))
+                    whole = self.whole[source].view(target.shape)
+                    target.copy_(whole if layout.shifted is None else layout.shifted(name, whole))
                 if source in self.pairs:
                     self.pairs[source].add_to_(target.view(sources[source]), source)
             merged[name] = _memory.copied(parameter, dtype)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.rope import RopeScaling
-from pdkernels.models.architectures.windows import MAX_LAYERS, Window
 from pdkernels.models.checkpoints import gemma3
+from pdkernels.models.checkpoints.gguf_windows import check_one_base
+from pdkernels.models.checkpoints.gguf_windows import windows_of as windows_of_keys
 from pdkernels.models.checkpoints.hf_rope import read_rope
 from pdkernels.models.checkpoints.hf_windows import layer_kinds, windows_of
-from pdkernels.models.files.fields import OP, Fields, read_from
+from pdkernels.models.files.fields import Fields, read_from
 from pdkernels.models.files.gguf_keys import Keys
 
 MODEL_TYPE = GGUF = "gemma2"
@@ -55,14 +55,13 @@ def from_gemma2_config(config: Mapping[str, Any]) -> TransformerConfig:
 
 def from_keys(fields: Keys, vocab_size: int, scaling: RopeScaling | None, tied: bool) -> TransformerConfig:
     """The `TransformerConfig` of a GGUF file's keys."""
-    layers = fields.integer("block_count")
-    check(layers <= MAX_LAYERS, OP, f"{fields.where}.block_count", f"be at most {MAX_LAYERS}", layers)
+    check_one_base(fields)
     given = Fields(fields.given, fields.where)  # keys that are absent have defaults of this architecture
-    window = Window(given.integer("attention.sliding_window", 4096))
+    size = given.integer("attention.sliding_window", 4096)
     return TransformerConfig(
         **gemma3.sizes_of_keys(fields, vocab_size, tied, _27B),
         rope_theta=fields.number("rope.freq_base", above=0),
         rope_scaling=scaling,
-        windows=tuple(None if (layer + 1) % EVERY == 0 else window for layer in range(layers)),
+        windows=windows_of_keys(fields, size, EVERY),
         **gemma3.caps_of(given, ATTENTION_CAP, LOGITS_CAP),
     )

@@ -17,8 +17,15 @@ import torch
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.rope import LinearScaling, RopeScaling
-from pdkernels.models.architectures.windows import MAX_LAYERS, Window
-from pdkernels.models.checkpoints.hf_windows import KINDS, SLIDING, layer_kinds, require_causal, windows_of
+from pdkernels.models.checkpoints.gguf_windows import windows_of as windows_of_keys
+from pdkernels.models.checkpoints.hf_windows import (
+    KINDS,
+    SLIDING,
+    layer_kinds,
+    require_alike,
+    require_causal,
+    windows_of,
+)
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.gguf_keys import Keys
 from pdkernels.models.files.layout import Layout, Parts
@@ -65,7 +72,7 @@ def require(fields: Fields) -> None:
     for name in ("hidden_activation", "hidden_act"):
         activation = fields.get(name, "gelu_pytorch_tanh")
         demand(activation in ("gelu_pytorch_tanh", None), name, "be 'gelu_pytorch_tanh'", shown(activation))
-    demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
+    require_alike(fields)
     require_causal(fields)
     for name in ("attention_bias", "use_bidirectional_attention"):
         demand(not fields.flag(name, False, null=False), name, "be false", True)
@@ -104,15 +111,16 @@ def caps_of(fields: Fields, attention: float | None = None, logits: float | None
 
 def from_keys(fields: Keys, vocab_size: int, scaling: RopeScaling | None, tied: bool) -> TransformerConfig:
     """The `TransformerConfig` of a GGUF file's keys."""
-    layers, window = fields.integer("block_count"), fields.integer("attention.sliding_window", minimum=1)
-    check(layers <= MAX_LAYERS, OP, f"{fields.where}.block_count", f"be at most {MAX_LAYERS}", layers)
+    # Without a window in the file, no layer has one, as in Rnj-1.
+    size = fields.integer("attention.sliding_window", minimum=0)
+    windows = windows_of_keys(fields, size, EVERY) if size else ()
     cap = fields.number("final_logit_softcapping", minimum=0)
     return TransformerConfig(
         **sizes_of_keys(fields, vocab_size, tied, _27B),
         rope_theta=fields.number("rope.freq_base", above=0),
         rope_scaling=scaling,
-        windows=tuple(None if (layer + 1) % EVERY == 0 else Window(window) for layer in range(layers)),
-        window_rope_theta=fields.number("rope.freq_base_swa", above=0),
+        windows=windows,
+        window_rope_theta=fields.number("rope.freq_base_swa", above=0) if any(windows) else None,
         qk_norm=True,
         logits_softcap=cap or None,
     )
@@ -191,7 +199,7 @@ def layout(config: TransformerConfig) -> Layout:
     def parts() -> Iterator[tuple[str, Parts]]:
         return _parts(config, _PUBLISHED)
 
-    return Layout(parts, config.layers, "model.embed_tokens.weight", "lm_head.weight", config.tied_head, turned=_plain)
+    return Layout(parts, config.layers, "model.embed_tokens.weight", "lm_head.weight", config.tied_head, shifted=_plain)
 
 
 def gguf_layout(config: TransformerConfig, file: str) -> Layout:
@@ -204,7 +212,8 @@ def gguf_layout(config: TransformerConfig, file: str) -> Layout:
 
 
 def _plain(name: str, rows: torch.Tensor) -> torch.Tensor:
-    return rows + 1 if name.rpartition(".")[2] in _NORMS else rows
+    """Norms plus 1, which 16 bits would round before a model's dtype is known."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32)) + 1 if name.rpartition(".")[2] in _NORMS else rows
 
 
 # Of the outside, of a layer's beginning, and of its tensors.

@@ -21,7 +21,7 @@ from pdkernels.models.architectures.config import ExpertsConfig, TransformerConf
 from pdkernels.models.architectures.gemma4_config import Gemma4Config
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
-from pdkernels.models.architectures.windows import MAX_LAYERS, Window
+from pdkernels.models.architectures.windows import Window
 from pdkernels.models.checkpoints import (
     gemma2,
     gemma3,
@@ -31,12 +31,12 @@ from pdkernels.models.checkpoints import (
     gguf_hybrid,
     hf,
     hf_experts,
-    hybrid_hf,
     mxfp4,
 )
 from pdkernels.models.checkpoints.checkpoint import Checkpoint
 from pdkernels.models.checkpoints.gguf_ends import marks_of
 from pdkernels.models.checkpoints.gguf_tokenizer import tokenizer
+from pdkernels.models.checkpoints.gguf_windows import check_one_base, check_one_width, windows_of
 from pdkernels.models.checkpoints.missing import refuse_missing
 from pdkernels.models.files.fields import OP, Kept, read_from, shown
 from pdkernels.models.files.gguf_file import GgufFile, GgufTensor
@@ -86,7 +86,7 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     if kind in gguf_hybrid.ARCHITECTURES:
         config = gguf_hybrid.config_of(file, _fields(file, str(kind)), str(kind), _scaling)
         layout = gguf_hybrid.layout_of(config, str(kind), file.name)
-        published = hybrid_hf.layout(config, gguf_hybrid.PUBLISHED[str(kind)])
+        published = gguf_hybrid.published(config, str(kind))
     elif kind in _GEMMA:
         config = _gemma(file, str(kind))
         layout, published = gemma3.gguf_layout(config, file.name), gemma3.layout(config)
@@ -150,6 +150,8 @@ def _fields(file: GgufFile, kind: str) -> Keys:
         value = fields.get(name)
         if value not in allowed:
             _refuse(file.name, f"{kind}.{name}", f"be {allowed[0]}", value)
+    if kind != gemma4_gguf.GGUF:
+        check_one_width(fields)
     return fields
 
 
@@ -193,7 +195,10 @@ def _config(file: GgufFile) -> TransformerConfig:
     positions = positions if scaling is None else scaling.reach(positions)
     base = fields.number("rope.freq_base", above=0)
     window = fields.integer("attention.sliding_window", minimum=int(kind == _GPT_OSS))
-    windows = _windows(file, fields, kind, window, base) if kind in _PERIODS and window else ()
+    windows: tuple[Window | None, ...] = ()
+    if kind in _PERIODS and window:
+        windows = windows_of(fields, window, _PERIODS[kind])
+        check_one_base(fields)
     if 0 < window < positions and kind not in _PERIODS:
         _refuse(file.name, f"{kind}.attention.sliding_window", f"be absent or cover all {positions} positions", window)
 
@@ -232,22 +237,6 @@ def _config(file: GgufFile) -> TransformerConfig:
             sinks=kind == _GPT_OSS,
             **gguf_diffusion.direction(file, fields, kind),
         )
-
-
-def _windows(file: GgufFile, fields: Keys, kind: str, size: int, base: float) -> tuple[Window | None, ...]:
-    """Of each layer. llama.cpp takes another period from the file, but not a list of layers."""
-    layers, period, listed = fields.integer("block_count"), _PERIODS[kind], "attention.sliding_window_pattern"
-    check(layers <= MAX_LAYERS, OP, f"{fields.where}.block_count", f"be at most {MAX_LAYERS}", layers)
-    pattern = fields.get(listed)
-    if pattern is not None and not isinstance(pattern, (list, Kept)):
-        period = fields.integer(listed, minimum=1)
-    windows = tuple(None if (layer + 1) % period == 0 else Window(size) for layer in range(layers))
-    if isinstance(pattern, (list, Kept)) and [bool(slides) for slides in pattern] != [*map(bool, windows)]:
-        _refuse(file.name, f"{kind}.{listed}", f"be every layer but each of number {period}", pattern)
-    local = fields.get("rope.freq_base_swa") if "rope.freq_base_swa" in fields.values else base
-    if local != base:
-        _refuse(file.name, f"{kind}.rope.freq_base_swa", f"be rope.freq_base ({base})", local)
-    return windows
 
 
 def _experts(fields: Keys, kind: str) -> ExpertsConfig:

@@ -75,9 +75,6 @@ def config_of(file: GgufFile, fields: Keys, kind: str, scaling_of: Scaling) -> H
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         fail(OP, file.name, "hold token_embd.weight", "none")
-    predicted = fields.integer("nextn_predict_layers", minimum=0)
-    if predicted:
-        _refuse(file, f"{kind}.nextn_predict_layers", "be 0", predicted)
     hidden, heads, layers = (
         fields.integer(name) for name in ("embedding_length", "attention.head_count", "block_count")
     )
@@ -185,6 +182,16 @@ def layout_of(config: HybridConfig, kind: str, file: str) -> Layout:
     """The tensors of a file with this configuration."""
     sources = partial(_parts, config, kind)
     return Layout(sources, config.layers, "token_embd.weight", "output.weight", config.tied_head, file)
+
+
+def published(config: HybridConfig, kind: str) -> Layout:
+    """The tensors under their published names, in whose order and with whose numbers only those of LFM2 are stored."""
+    layout = hybrid_hf.layout(config, PUBLISHED[kind])
+    return layout._replace(turned=_not_turned) if kind == QWEN35 else layout
+
+
+def _not_turned(name: str, rows: Any) -> Any:
+    raise AssertionError(f"{name} is not read from a published checkpoint")
 
 
 def _parts(config: HybridConfig, kind: str) -> Iterator[tuple[str, Parts]]:

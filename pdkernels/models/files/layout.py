@@ -43,6 +43,8 @@ class Layout(NamedTuple):
     """Beginnings of the names of tensors that belong to another model in the same checkpoint."""
     turned: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     """One of our parameters in our order of rows, if that differs from the checkpoint's."""
+    shifted: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    """One of our parameters with other numbers than the checkpoint's, in the same order (Gemma 3: norms plus 1)."""
 
     def stored(self, names: Mapping[str, Stored]) -> None:
         """Refuses a checkpoint with missing or extra tensors, wrong shapes, or integers instead of floats.
@@ -115,6 +117,8 @@ class Layout(NamedTuple):
         rows = joined if joined.dim() <= 2 else joined.flatten(0, -2)
         if self.turned is not None:
             rows = self.turned(name, rows)
+        if self.shifted is not None:
+            rows = self.shifted(name, rows)
         stacked = ".experts_" in name and not name.endswith("_bias")
         return rows.reshape(self.experts, -1, rows.shape[1]) if stacked else rows
 
