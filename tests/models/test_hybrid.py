@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import pdkernels as pd
 from pdkernels.models.architectures import tree_scan
@@ -219,6 +221,69 @@ def test_gguf_files(arch: str, kind: str, tmp_path: Path) -> None:
     assert close(usual(tokens), theirs, 5e-4 if kind == "F32" else 0.25)
 
 
+@pytest.mark.parametrize("arch", ["qwen35", "lfm2"])
+def test_an_adapter_of_a_gguf_file(arch: str, tmp_path: Path) -> None:
+    """Files of Qwen3.5 have the heads of values in another order than adapters, and norms plus 1."""
+    model, fields = (build("qwen3_5_text"), QWEN) if arch == "qwen35" else (build("lfm2"), LFM2)
+    write(tmp_path / "model.gguf", model, "F32", fields, arch)
+    model.save_pretrained(tmp_path / "base")
+    name = "layers.0.linear_attn.in_proj_z" if arch == "qwen35" else "layers.1.self_attn.q_proj"
+    outputs, width = model.get_submodule(f"model.{name}").weight.shape
+    halves = {"A": torch.randn(2, width), "B": torch.randn(outputs, 2)}
+    (tmp_path / "lora").mkdir()
+    pair = {f"base_model.model.model.{name}.lora_{half}.weight": numbers for half, numbers in halves.items()}
+    save_file(pair, tmp_path / "lora" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [name.rpartition(".")[2]]}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(settings))
+    expected = pd.models.load(tmp_path / "base", adapter=tmp_path / "lora")(tokens_of())
+    if arch == "qwen35":
+        with pytest.raises(NotImplementedError, match="adapters are for checkpoints in the usual order of components"):
+            pd.models.load(tmp_path / "model.gguf", adapter=tmp_path / "lora")
+        return
+    assert close(pd.models.load(tmp_path / "model.gguf", adapter=tmp_path / "lora")(tokens_of()), expected, 5e-4)
+
+
+SHARES: dict[str, dict[str, Any]] = {
+    "a rule in place of another": {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}},
+    "with one of its own": {"rope_scaling": {**ROPE, "partial_rotary_factor": 0.75}},
+    "beside both rules": {"rope_scaling": ROPE, "partial_rotary_factor": 1.0},
+    "an empty rule": {"rope_scaling": {}},
+    "no share": {"rope_parameters": ROPE},
+    "null": {"rope_parameters": ROPE, "partial_rotary_factor": None},
+    "outside": {"rope_parameters": ROPE, "partial_rotary_factor": 0.5},
+    "in both places": {"partial_rotary_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_share_of_a_head_that_turns(name: str, tmp_path: Path) -> None:
+    build("qwen3_5_text").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **SHARES[name]}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert close(pd.models.load(tmp_path)(tokens_of()), theirs_of(model, tokens_of()), 2e-4)
+
+
+def test_what_the_language_model_says_alone(tmp_path: Path) -> None:
+    """Published folders name dtype and end tokens inside; whether the head is tied counts outside."""
+    build("qwen3_5").to(torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    fields = {name: value for name, value in fields.items() if name not in ("dtype", "eos_token_id")}
+    inner = {**fields["text_config"], "dtype": "bfloat16", "eos_token_id": [5, 7], "tie_word_embeddings": True}
+    file.write_text(json.dumps({**fields, "text_config": inner, "tie_word_embeddings": False}))
+    ours = pd.models.load(tmp_path)
+    assert ours.dtype == torch.bfloat16 and ours.end_tokens == (5, 7) and not ours.config.tied_head
+    file.write_text(json.dumps({**fields, "text_config": inner, "eos_token_id": 3, "dtype": "float32", "tie_word_embeddings": False}))  # fmt: skip
+    ours = pd.models.load(tmp_path)
+    assert ours.dtype == torch.float32 and ours.end_tokens == (3,)
+    file.write_text(json.dumps({**inner, "model_type": "qwen3_5"}))
+    with pytest.raises(ValueError, match="config.json must hold 'text_config'"):
+        pd.models.load(tmp_path)
+
+
 def test_quantised(tmp_path: Path) -> None:
     model = build("lfm2")
     model.save_pretrained(tmp_path)
@@ -241,6 +306,11 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "no attention": (ValueError, {"layer_types": ["linear_attention"] * 4}, "mixers must have a layer with attention"),
     "heads": (ValueError, {"linear_num_value_heads": 3}, "value_heads must be a multiple of key_heads"),
     "rope": (NotImplementedError, {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type must be one of"),
+    "a layer of its own": (
+        NotImplementedError,
+        {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}},
+        "per_layer_config must be absent, got an object of 1 fields",
+    ),
 }
 
 

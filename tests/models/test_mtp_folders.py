@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,18 @@ def test_a_model_for_images(tmp_path: Path) -> None:
     save_file({**state, "model.visual.patch.weight": torch.zeros(2)}, folder / "model.safetensors")
     model: Any = pd.models.load(folder, drafter=folder)
     assert torch.equal(model.drafters["mtp"].fc, published.layer.eh_proj.weight)
+
+
+def test_a_target_whose_norms_hold_one_more(tmp_path: Path) -> None:
+    """As a GGUF file of Qwen3.5 has them."""
+    folder = Published("qwen3_5_text").save(tmp_path / "model")
+    model: Any = pd.models.load(folder)
+    head: Any = load_drafter(folder, model)
+    expected = head.fused(torch.ones(1, 1, 1, 32, dtype=torch.float64))
+    model.config = replace(model.config, centred_norms=False)
+    model.norm += 1
+    head = load_drafter(folder, model)
+    torch.testing.assert_close(head.fused(torch.ones(1, 1, 1, 32, dtype=torch.float64)), expected)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {

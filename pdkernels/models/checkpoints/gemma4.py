@@ -17,6 +17,7 @@ from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.gemma4_config import Gemma4Config
 from pdkernels.models.architectures.rope import ProportionalRotation
 from pdkernels.models.checkpoints.gemma3 import caps_of, check_named
+from pdkernels.models.checkpoints.hf_language import language_fields
 from pdkernels.models.checkpoints.hf_windows import FULL, KINDS, SLIDING, layer_kinds, require_causal, windows_of
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
@@ -52,9 +53,8 @@ def from_gemma4_config(config: Mapping[str, Any]) -> Gemma4Config:
     kind = fields.get("model_type")
     demand(kind in MODEL_TYPES, "model_type", f"be one of {', '.join(MODEL_TYPES)}", shown(kind))
     if kind in AROUND:
-        inner = fields.part("text_config")
-        tied = {name: value for name, value in fields.given.items() if name == "tie_word_embeddings"}
-        fields = Fields({**tied, **inner.given}, inner.where)
+        fields.require(("text_config",))
+        fields = language_fields(fields)
     fields.require(_REQUIRED)
     _require(fields)
     unified = AROUND.get(str(kind), kind) == UNIFIED
@@ -116,6 +116,8 @@ def _full_heads(fields: Fields, kinds: list[str]) -> tuple[int, int]:
         heads = fields.integer("num_global_key_value_heads", heads, null=heads) if tied else heads
         return heads, fields.integer("global_head_dim", 512)
     layers = fields.part("per_layer_config")
+    if "per_layer_config" in fields.values and not layers.given:  # as transformers writes it if they do not differ
+        return heads, size
     numbers = [number for number, kind in enumerate(kinds) if kind == FULL]
     expectation = f"name the layers of {FULL}, in the same way"
     numbers_in_file = [name for name in layers.given if re.fullmatch("[0-9]{1,5}", str(name))]  # with zeros in front

@@ -14,11 +14,19 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.rope import PartialRotation
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
 from pdkernels.models.checkpoints.hf_experts import GPT_OSS, LLADA_MOE, READERS, expert_parts, read_experts, turned
 from pdkernels.models.checkpoints.hf_rope import GPT_OSS as GPT_OSS_ROPE
 from pdkernels.models.checkpoints.hf_rope import MINISTRAL3, read_rope
-from pdkernels.models.checkpoints.hf_windows import SLIDING, layer_kinds, require_causal, rules_by_kind, windows_of
+from pdkernels.models.checkpoints.hf_windows import (
+    SLIDING,
+    layer_kinds,
+    require_alike,
+    require_causal,
+    rules_by_kind,
+    windows_of,
+)
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
@@ -168,7 +176,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     if defaults.attention == "causal" and defaults.mask_token is None and kind != NEMOTRON:
         require_causal(fields)
     demand(not fields.flag("use_mrope", False, null=False), "use_mrope", "be false", True)
-    demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
+    require_alike(fields)
     stated = fields.integer("max_position_embeddings", defaults.positions)
     layers = fields.integer("num_hidden_layers")
     kinds = layer_kinds(fields, layers, defaults.every) if defaults.every else []
@@ -227,7 +235,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Window | None, ...]:
-    """Of each layer; empty: none is shorter than the longest text."""
+    """Of each layer; empty: no layer has one."""
     layers = fields.integer("num_hidden_layers")
     types = fields.get("layer_types") or []
     valid = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
@@ -239,9 +247,13 @@ def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Windo
     demand(other in allowed, "layer_types", "be 'full_attention' for every layer", shown(other))
     size = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else defaults.window
     short = size is not None and size < positions
+    # Others hide something too, in texts that are longer than all positions.
+    computed = size is not None and (short or (defaults.windows and not (types and defaults.unswitched)))
     # Nothing is made for each layer of a config that no file holds.
-    check(not short or layers <= MAX_LAYERS, OP, "num_hidden_layers", f"be at most {MAX_LAYERS} with windows", layers)
-    listed = layers if short else 0
+    check(
+        not computed or layers <= MAX_LAYERS, OP, "num_hidden_layers", f"be at most {MAX_LAYERS} with windows", layers
+    )
+    listed = layers if computed else 0
     slides = [defaults.unswitched or fields.flag("use_sliding_window", True, null=False)] * listed
     if defaults.switched:
         switched = fields.flag("use_sliding_window", False)
@@ -252,7 +264,7 @@ def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Windo
             check(len(slides) == layers, OP, "config.json: layer_types", f"name {layers} layers", len(slides))
             expectation = "be 'full_attention' without use_sliding_window"
             demand(switched or not any(slides), "layer_types", expectation, "other layers")
-    if size is None or not short or not any(slides):
+    if size is None or not computed or not any(slides):
         return ()
     demand(defaults.windows, "sliding_window", f"be absent or cover all {positions} positions", size)
     # Their classes differ in which of the two they follow.
@@ -338,6 +350,14 @@ def to_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfi
 
 def _usual_layout(config: TransformerConfig) -> Layout:
     """Refuses families whose tensors are stored in another form than ours."""
-    stored_otherwise = config.sinks or (config.inner_norms and config.outer_norms)
-    demand(not stored_otherwise, "model_type", "be one whose tensors are parts of ours", "gpt-oss or Gemma")
+    experts = config.experts
+    stored_otherwise = {
+        "gpt-oss or Gemma": config.sinks or (config.inner_norms and config.outer_norms),
+        "LLaDA2": isinstance(config.rope_scaling, PartialRotation)
+        or (experts is not None and (experts.scores == "sigmoid" or experts.shared_size > 0)),
+        "a rotation of adjacent components": config.rope_style == "interleaved",
+        "a hybrid": type(config) is not TransformerConfig and not config.outer_norms,
+    }
+    other = next((name for name, is_one in stored_otherwise.items() if is_one), "")
+    demand(not other, "model_type", "be one whose tensors are parts of ours", other)
     return layout(config)

@@ -18,6 +18,12 @@ def require_causal(fields: Fields) -> None:
     demand(bool(causal), "is_causal", "be true", shown(causal))
 
 
+def require_alike(fields: Fields) -> None:
+    """Refuses layers with settings of their own."""
+    layers = fields.get("per_layer_config")
+    demand(not layers, "per_layer_config", "be absent", shown(layers))
+
+
 def layer_kinds(fields: Fields, layers: int, every: int) -> list[str]:
     """The kind of each layer. Where config.json names none, each layer of the number `every` sees the whole text."""
     check(layers <= MAX_LAYERS, OP, "config.json: num_hidden_layers", f"be at most {MAX_LAYERS}", layers)

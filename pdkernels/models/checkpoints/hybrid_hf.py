@@ -11,8 +11,9 @@ from typing import Any
 
 from pdkernels._validation import check
 from pdkernels.models.architectures.hybrid import HybridConfig, Mixer
+from pdkernels.models.checkpoints.hf_language import language_fields
 from pdkernels.models.checkpoints.hf_rope import read_rope
-from pdkernels.models.checkpoints.hf_windows import require_causal
+from pdkernels.models.checkpoints.hf_windows import require_alike, require_causal
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
@@ -42,13 +43,13 @@ def from_hybrid_config(config: Mapping[str, Any]) -> HybridConfig:
     kind = fields.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
     if kind == QWEN35:
-        inner = fields.part("text_config")
-        tied = {name: value for name, value in fields.given.items() if name == "tie_word_embeddings"}
-        fields = Fields({**tied, **inner.given}, inner.where)
+        fields.require(("text_config",))
+        fields = language_fields(fields)
     if kind == LFM2 and "block_ff_dim" in fields.given:
         fields = Fields({**fields.given, "intermediate_size": fields.integer("block_ff_dim")}, fields.where)
     fields.require(_REQUIRED)
     require_causal(fields)
+    require_alike(fields)
     for name, value in (
         ("hidden_act", "silu"),
         ("attention_bias", False),
@@ -90,16 +91,15 @@ def _listed(fields: Fields, layers: int) -> list[str]:
 
 def _qwen(fields: Fields) -> HybridConfig:
     positions = fields.integer("max_position_embeddings", 32768)
-    rope = dict(fields.part("rope_parameters").given)
-    share = Fields(rope).number(
-        "partial_rotary_factor", fields.number("partial_rotary_factor", 0.25, above=0, null=0.25), above=0
-    )
-    rope.pop("partial_rotary_factor", None)
+    # A rule in `rope_scaling` takes the place of the other one, with the share of a head that turns.
+    where = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope, part = dict(fields.part(where).given), "partial_rotary_factor"
+    share = Fields(rope).number(part, fields.number(part, 0.25, above=0, null=1.0), above=0)
     # Of text alone, all three coordinates of a position are the same.
-    for name in ("mrope_section", "mrope_interleaved"):
+    for name in (part, "mrope_section", "mrope_interleaved"):
         rope.pop(name, None)
-    rope_free = {name: value for name, value in fields.given.items() if name != "partial_rotary_factor"}
-    theta, scaling = read_rope(Fields({**rope_free, "rope_parameters": rope}), positions, False, None)
+    rest = {name: value for name, value in fields.given.items() if name not in (part, "rope_scaling")}
+    theta, scaling = read_rope(Fields({**rest, "rope_parameters": {}, where: rope}), positions, False, None)
     head_dim = fields.integer("head_dim", 256)
     return HybridConfig(
         vocab_size=fields.integer("vocab_size"),

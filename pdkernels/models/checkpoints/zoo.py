@@ -39,6 +39,7 @@ from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
 from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder, load_drafter
 from pdkernels.models.checkpoints.hf import ARCHITECTURES, from_hf_config
 from pdkernels.models.checkpoints.hf_experts import GPT_OSS, LLADA_MOE
+from pdkernels.models.checkpoints.hf_language import language_fields
 from pdkernels.models.checkpoints.missing import refuse_missing
 from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
 from pdkernels.models.checkpoints.plan_folder import plan_tokens_of
@@ -396,8 +397,10 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
         f"packed must not be True for {folder}, whose matrices are not quantised",
     )
     config, layout = _described(fields, quantised=scheme is not None or in_blocks)
+    holders = (fields, language_fields(fields))  # of which the first that says it counts
     if dtype is None:
-        stored = next((fields.values[name] for name in ("dtype", "torch_dtype") if name in fields.values), "float32")
+        names = ("dtype", "torch_dtype")
+        stored = next((holder.values[name] for holder in holders for name in names if name in holder.values), "float32")
         valid = isinstance(stored, str) and stored in DTYPES
         check(valid, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
         dtype = DTYPES[stored]
@@ -406,7 +409,8 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
     if ends is None:
         # A null there means that no token ends a text, as in transformers.
         unended = generation is not None and "eos_token_id" in generation.null
-        ends = () if unended else fields.ids("eos_token_id", config.vocab_size) or ()
+        named = (holder.ids("eos_token_id", config.vocab_size) for holder in holders)
+        ends = () if unended else next((ids for ids in named if ids is not None), ())
     mask_token = fields.token("mask_token_id", config.vocab_size, _MASK_TOKENS.get(str(kind)))
     text = member(folder, "tokenizer.json")
     tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends)

@@ -14,6 +14,7 @@ from pdkernels._validation import check, check_type
 from pdkernels.models.architectures.hybrid import HybridConfig
 from pdkernels.models.checkpoints import hybrid_hf
 from pdkernels.models.checkpoints.hf import MIMO, MTP_LAYERS, from_hf_config
+from pdkernels.models.checkpoints.hf_language import language_fields
 from pdkernels.models.drafters.mtp import MtpConfig
 from pdkernels.models.drafters.parts import layer_parts
 from pdkernels.models.files.fields import OP, Fields, demand, shown
@@ -24,19 +25,14 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
 _KINDS = (MIMO, hybrid_hf.QWEN35, hybrid_hf.QWEN35_TEXT)
 
 
-def _inner(fields: Fields) -> Fields:
-    """The fields of the language model."""
-    return fields.part("text_config") if "text_config" in fields.values else fields
-
-
 def describes(fields: Fields) -> bool:
     """Whether a config.json is that of a model with such layers."""
-    return any(name in _inner(fields).values for name in _COUNTS)
+    return any(name in language_fields(fields).values for name in _COUNTS)
 
 
 def config_of(fields: Fields, target: Any) -> MtpConfig:
     """The sizes of a head, checked against its target."""
-    kind, inner = fields.get("model_type"), _inner(fields)
+    kind, inner = fields.get("model_type"), language_fields(fields)
     demand(kind in _KINDS, "model_type", f"be one of {', '.join(_KINDS)}, with layers that draft", shown(kind))
     for name in _COUNTS:
         count = inner.integer(name, 1, minimum=0, null=1)

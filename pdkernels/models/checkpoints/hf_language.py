@@ -1,0 +1,25 @@
+"""The language model in the config.json of a model for images or sound.
+
+Source: `get_text_config` and the `from_pretrained` of transformers' classes for such models.
+"""
+
+from __future__ import annotations
+
+from pdkernels.models.files.fields import Fields
+
+_INNER = "text_config"
+_OUTER = ("tie_word_embeddings",)
+"""Fields that count outside, where they are: by them the whole model is made and saved."""
+
+
+def language_fields(fields: Fields) -> Fields:
+    """The fields of the language model; of a model for text alone, all.
+
+    >>> outer = Fields({"tie_word_embeddings": False, "text_config": {"vocab_size": 5, "tie_word_embeddings": True}})
+    >>> language_fields(outer).given
+    {'vocab_size': 5, 'tie_word_embeddings': False}
+    """
+    if _INNER not in fields.values:
+        return fields
+    inner = fields.part(_INNER)
+    return Fields({**inner.given, **{name: fields.given[name] for name in _OUTER if name in fields.given}}, inner.where)
