@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import pdkernels as pd
 from pdkernels import models
@@ -18,6 +19,7 @@ from pdkernels.cache import PooledWindowedCache, WindowedCache
 from pdkernels.decoding import generate
 from pdkernels.models.checkpoints.gemma4 import from_gemma4_config
 from pdkernels.training import attach_drafter_, new_dflash_head, new_eagle_head
+from tests.support import quantized_files
 
 transformers = pytest.importorskip("transformers", reason="builds models with transformers", minversion="5.24")
 from tests.integrations.test_shadow import small  # noqa: E402
@@ -188,6 +190,27 @@ def test_packed_weights(kind: str, tmp_path: Path) -> None:
         assert torch.equal(generate(packed, TOKENS, method, **more).tokens, alone)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_folder(tmp_path: Path) -> None:
+    """What layers get of tokens is an embedding, which a group of linear layers is not for."""
+    folder_of("E2B", tmp_path)
+    kind, file = quantized_files.KINDS["packed 4 of 32"], tmp_path / "model.safetensors"
+    stored, numbers = load_file(file), {}
+    for name in [name for name, tensor in stored.items() if tensor.dim() == 2 and "embed" not in name]:
+        matrix = quantized_files.quantised(stored.pop(name), kind.bits, kind.group, symmetric=kind.symmetric, dtype=kind.dtype)  # fmt: skip
+        module, numbers[name] = name.removesuffix(".weight"), matrix.numbers()
+        stored |= {f"{module}.{part}": value for part, value in kind.pack(matrix).items()}
+    save_file(stored, file)
+    changed(tmp_path, quantization_config=kind.config)
+    own: Any = models.load(tmp_path, dtype=torch.float32)
+    assert torch.equal(own.layer_embedding, stored["model.embed_tokens_per_layer.weight"])
+    found = own.layers[2].input_gate.dequantize(kind.dtype)
+    assert torch.equal(found, numbers["model.layers.2.per_layer_input_gate.weight"])
+    exact: Any = models.load(tmp_path, dtype=torch.float32, packed=False)
+    tokens = torch.tensor([TOKENS])
+    assert (own(tokens) - exact(tokens)).norm() < 0.1 * exact(tokens).norm()
+
+
 @pytest.mark.parametrize("kind", ["E2B", "26B"])
 @pytest.mark.filterwarnings("ignore")
 def test_adapters(kind: str, tmp_path: Path) -> None:
@@ -250,8 +273,6 @@ def test_a_published_folder(kind: str, tmp_path: Path) -> None:
     model = folder_of(kind, tmp_path)
     published = {name: value for name, value in {**SIZES, **KINDS[kind]}.items() if "global" in name}
     changed(tmp_path, per_layer_config=..., rope_parameters=..., **published)
-    from safetensors.torch import load_file, save_file
-
     state = load_file(tmp_path / "model.safetensors")
     for name in list(state):
         if "layers.0.self_attn" in name and ("k_" in name or "v_" in name):
@@ -267,22 +288,34 @@ VISION = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("tied", [True, False])  # its class does not read what is inside
 @pytest.mark.parametrize("kind", ["Gemma4", "Gemma4Unified"])
 @pytest.mark.filterwarnings("ignore")
-def test_the_language_model_of_a_larger_one(kind: str, tmp_path: Path) -> None:
+def test_the_language_model_of_a_larger_one(kind: str, tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, **SIZES, **SHARED, "sliding_window": 7}
     images = {"vision_config": VISION} if kind == "Gemma4" else {}
     if kind == "Gemma4Unified":
         sizes = {name: value for name, value in sizes.items() if "per_layer_input" not in name}
-    config = getattr(transformers, f"{kind}Config")(text_config=sizes, **images)
+    config = getattr(transformers, f"{kind}Config")(text_config=sizes, tie_word_embeddings=tied, **images)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval().requires_grad_(False)
-    for parameter in model.model.language_model.parameters():
+    for parameter in (*model.model.language_model.parameters(), model.lm_head.weight):
         parameter.normal_(std=0.2)
     model.save_pretrained(tmp_path)
     own: Any = models.load(tmp_path, dtype=torch.float32)
     check_logits(own, model)
-    assert own.config.max_positions == 512 and own.end_tokens == (1,)
+    assert own.config.max_positions == 512 and own.end_tokens == (1,) and own.config.tied_head is tied
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_heads_of_one_size(shared: bool, tmp_path: Path) -> None:
+    """transformers then writes that no layer differs."""
+    alike = {"global_head_dim": 16, "num_global_key_value_heads": None, "attention_k_eq_v": shared}
+    model = folder_of("31B", tmp_path, **alike)
+    assert json.loads((tmp_path / "config.json").read_text())["per_layer_config"] == {}
+    own: Any = models.load(tmp_path, dtype=torch.float32)
+    check_logits(own, model)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -81,6 +81,34 @@ def test_experts_stay_packed(kind: str, tmp_path: Path) -> None:
     assert generate(model, TOKENS, "jacobi", max_new_tokens=12, end_tokens=()).tokens.tolist() == greedy.tokens.tolist()
 
 
+LLADA = {
+    "model_type": "llada", "d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 96, "vocab_size": 48,
+    "weight_tying": False, "rope": True, "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu",
+    "max_sequence_length": 64, "mask_token_id": 47, "eos_token_id": 5, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_blocks_of_llada(kind: str, tmp_path: Path) -> None:
+    """Its embedding, whose name is no usual one, holds numbers."""
+    config, form = models.from_llada_config(LLADA), copy.deepcopy(KINDS[kind].config)
+    state = models.to_llada_state_dict(models.Transformer(config).state_dict(), config)
+    held = {name: tensor.clone() for name, tensor in state.items()}
+    stored = {**held}
+    for name in [name for name, tensor in state.items() if ".blocks." in name and tensor.dim() == 2]:
+        matrix = quantised(stored.pop(name), KINDS[kind].bits, KINDS[kind].group, symmetric=KINDS[kind].symmetric, dtype=KINDS[kind].dtype)  # fmt: skip
+        module, held[name] = name.removesuffix(".weight"), matrix.numbers().float()
+        stored |= {f"{module}.{part}": value for part, value in KINDS[kind].pack(matrix).items()}
+    if "ignore" in form:
+        form["ignore"] = ["model.transformer.ff_out"]
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**LLADA, "quantization_config": form}))
+    packed, numbers = models.load(tmp_path), models.load(tmp_path, packed=False)
+    expected = models.from_llada_state_dict(held, config)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in numbers.state_dict().items())
+    assert len(largest(packed)) == 2 * 4 and torch.equal(packed.embedding, expected["embedding"])
+
+
 def test_experts_of_several_formats_are_refused(tmp_path: Path) -> None:
     kind = KINDS["packed 4 of 32"]
     write_folder(tmp_path, QWEN3_MOE, kind)

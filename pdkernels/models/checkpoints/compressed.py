@@ -23,6 +23,7 @@ from pdkernels.models.checkpoints.integers import (
     Integers,
     NamePattern,
     Needed,
+    Role,
     Scheme,
     fields_of_words,
     group_size,
@@ -39,7 +40,7 @@ Entry: TypeAlias = "str | NamePattern"
 """A name of modules or of their class, or a pattern of names."""
 _WORDS_FORMAT, _BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
 _MARK = "re:"
-_EMBEDDING, _LINEAR = "embed_tokens", "Linear"
+_LINEAR = "Linear"
 _MAKING = ("global_compression_ratio", "provider", "quant_method", "quantization_status", "version", "run_compressed")
 _FOLLOWED = ("config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config")
 _MAKING_ARGUMENTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
@@ -109,8 +110,8 @@ class Groups:
     groups: tuple[tuple[tuple[Entry, ...], Format], ...]
     ignored: tuple[Entry, ...]
 
-    def format_of(self, module: str) -> Format | None:
-        classes = ("Embedding" if module.rpartition(".")[2] == _EMBEDDING else _LINEAR, "Module")
+    def format_of(self, module: str, role: Role = "linear") -> Format | None:
+        classes = ("Embedding" if role == "embedding" else _LINEAR, "Module")
         if any(_names(entry, module) or entry in classes for entry in self.ignored):
             return None
         # As the library sorts them: names, patterns, classes, each by their letters. Of a target in two groups the last

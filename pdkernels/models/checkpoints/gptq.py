@@ -23,6 +23,7 @@ from pdkernels.models.checkpoints.integers import (
     Integers,
     NamePattern,
     Needed,
+    Role,
     Scheme,
     fields_of_words,
     group_size,
@@ -35,7 +36,6 @@ from pdkernels.models.files.fields import OP, Fields, shown
 from pdkernels.models.files.patterns import Budget
 
 METHODS = ("gptq", "awq")
-_HEAD = "lm_head"
 _UNPERMUTED = "Quantise the model with desc_act false."
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word each of eight consecutive outputs lies."""
@@ -132,7 +132,8 @@ class Awq:
 
 @dataclass(frozen=True)
 class Linears:
-    """Linear layers in `model.layers` but for some, and the head where the configuration says so.
+    """Linear layers in `model.layers`, of LLaDA in `model.transformer.blocks`, but for some, and the head where the
+    configuration says so.
 
     What excludes a module depends on the program: a part of its name (AutoAWQ, vLLM, transformers 4), its beginning as
     a pattern (transformers 5.15), or that up to a dot, or its end (5.23). Where they differ, the tensors of the file
@@ -145,10 +146,10 @@ class Linears:
     """Names inside a layer."""
     excluded: tuple[NamePattern, ...]
 
-    def format_of(self, module: str) -> Format | None:
-        if module == _HEAD:
+    def format_of(self, module: str, role: Role = "linear") -> Format | None:
+        if role == "head":
             return self.format if self.head else None
-        match = re.fullmatch(r".*\blayers\.\d+\.(.+)", module)
+        match = re.fullmatch(r".*\b(?:layers|blocks)\.\d+\.(.+)", module)
         if match is None or (self.only is not None and match[1] not in self.only):
             return None
         excluded = any(entry.text in module for entry in self.excluded) and any(

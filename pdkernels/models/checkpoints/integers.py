@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from pdkernels.models.files.fields import OP, Fields, shown
 from pdkernels.models.files.patterns import Budget, InvalidPattern, Pattern, UnsupportedPattern
 from pdkernels.ops.quantized_weight import GROUP
 
+Role: TypeAlias = Literal["linear", "head", "embedding"]
+"""What a matrix is to its model: a linear layer, the one before the logits, or a table of tokens."""
 FLOATS = ("float16", "bfloat16", "float32")
 WORDS = ("I32",)
 MATRIX = "matrix"
@@ -60,8 +62,8 @@ class Format(Protocol):
 class Scheme(Protocol):
     """Which matrices of a checkpoint are quantised, and how."""
 
-    def format_of(self, module: str) -> Format | None:
-        """Of the linear layer with this published name; None: it holds numbers."""
+    def format_of(self, module: str, role: Role = "linear") -> Format | None:
+        """Of the module with this published name; None: it holds numbers."""
         ...
 
     def may_hold_numbers(self, module: str) -> bool:

@@ -12,7 +12,7 @@ from pdkernels import _memory
 from pdkernels._validation import check, fail, message
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.checkpoints import compressed, gptq
-from pdkernels.models.checkpoints.integers import Format, Integers, Scheme, refuse
+from pdkernels.models.checkpoints.integers import Format, Integers, Role, Scheme, refuse
 from pdkernels.models.files.fields import OP, Fields, read_from, some
 from pdkernels.models.files.folder import Weights
 from pdkernels.models.files.layout import DTYPES, Layout, Parts, Stored
@@ -21,6 +21,7 @@ from pdkernels.ops.quantized_weight import QuantizedWeight
 METHODS = (*gptq.METHODS, compressed.METHOD)
 FIELDS = ("quantization_config", "compression_config")
 """The second is an older name that compressed-tensors had."""
+_ROLES: dict[str, Role] = {"embedding": "embedding", "layer_embedding": "embedding", "head": "head"}
 _REMEDY = "Load a GGUF file or a checkpoint of numbers, which pd.quantize packs."
 
 
@@ -59,7 +60,8 @@ class QuantizedFolder(NamedTuple):
             for source, shape in sources.items():
                 names.add(source)
                 module = source.removesuffix(".weight")
-                form = scheme.format_of(module) if module != source and len(shape) == 2 else None
+                role = _ROLES.get(parameter, "linear")
+                form = scheme.format_of(module, role) if module != source and len(shape) == 2 else None
                 # Some modules have no linear layer for the router.
                 numbers = source in unread and (parameter.endswith(".router") or scheme.may_hold_numbers(module))
                 if form is None or numbers:
