@@ -197,6 +197,23 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert found.tolist() == theirs(model)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_fields_outside_of_rules_and_layers(tmp_path: Path) -> None:
+    """Without names of layers `_sliding_window_pattern`, which transformers writes, is not read; a share outside is for
+    rules that have none."""
+    a_model().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "layer_types": None, "_sliding_window_pattern": 2}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)
+    own = models.load(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(own(torch.tensor([TOKENS])), model(torch.tensor([TOKENS])).logits, rtol=1e-4, atol=1e-4)
+    rules = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}}
+    file.write_text(json.dumps({**fields, "rope_parameters": rules, "partial_rotary_factor": 0.5}))
+    with pytest.raises(NotImplementedError, match="partial_rotary_factor must be 1, got 0.5"):
+        models.load(tmp_path)
+
+
 PERIODS: dict[str, tuple[int, dict[str, Any]]] = {
     "a number": (3, {"attention.sliding_window_pattern": 3}),
     "a list": (6, {"attention.sliding_window_pattern": [True] * 5 + [False]}),

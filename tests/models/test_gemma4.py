@@ -307,6 +307,17 @@ def test_the_language_model_of_a_larger_one(kind: str, tied: bool, tmp_path: Pat
     assert own.config.max_positions == 512 and own.end_tokens == (1,) and own.config.tied_head is tied
 
 
+@pytest.mark.parametrize("inside", [{}, {"partial_rotary_factor": 0.25}])
+@pytest.mark.filterwarnings("ignore")
+def test_a_share_outside(inside: dict[str, float], tmp_path: Path) -> None:
+    """It is for rules that have none."""
+    folder_of("31B", tmp_path)
+    rules = {F: {"rope_type": "proportional", "rope_theta": 1000.0, **inside}, S: {"rope_type": "default", "rope_theta": 100.0}}  # fmt: skip
+    changed(tmp_path, rope_parameters=rules, partial_rotary_factor=0.5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)
+    check_logits(models.load(tmp_path, dtype=torch.float32), model)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.filterwarnings("ignore")
 def test_heads_of_one_size(shared: bool, tmp_path: Path) -> None:

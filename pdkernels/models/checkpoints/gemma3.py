@@ -50,7 +50,7 @@ def from_gemma3_config(config: Mapping[str, Any]) -> TransformerConfig:
     """
     fields = Fields(config)
     require(fields)
-    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", EVERY))
+    pattern = fields.integer("sliding_window_pattern", EVERY)
     kinds = layer_kinds(fields, fields.integer("num_hidden_layers"), pattern)
     theta, scaling, local = _rotations(fields)
     with read_from("config.json"):
@@ -167,7 +167,7 @@ def _rotations(fields: Fields) -> tuple[float, LinearScaling | None, float]:
     outer = fields.part("rope_scaling")
     full = Fields({**full.given, **outer.given}, (full if full.given else outer).where)
     theta = _base(full, fields, "rope_theta", 1e6)
-    return theta, _linear(full), _base(local, fields, "rope_local_base_freq", LOCAL_THETA)
+    return theta, _linear(full, fields), _base(local, fields, "rope_local_base_freq", LOCAL_THETA)
 
 
 def _base(rule: Fields, fields: Fields, outside: str, default: float) -> float:
@@ -182,13 +182,19 @@ def check_named(rope: Fields) -> None:
     demand(is_named, f"{rope.where}: type", "be called rope_type", shown(rope.get("type")))
 
 
-def _linear(rope: Fields) -> LinearScaling | None:
+def share_of(rule: Fields, fields: Fields) -> float:
+    """The share of a head that turns by a rule, or by all rules where it has none."""
+    name = "partial_rotary_factor"
+    return rule.number(name, fields.number(name, 1.0, minimum=0, null=1.0), minimum=0)
+
+
+def _linear(rope: Fields, fields: Fields) -> LinearScaling | None:
     check_named(rope)
     kind = rope.get("rope_type", "default")
     demand(kind in ("default", "linear"), "rope_type", "be default or linear", shown(kind))
     if kind == "default":
         return None
-    share = rope.number("partial_rotary_factor", 1.0)
+    share = share_of(rope, fields)
     demand(share == 1.0, "partial_rotary_factor", "be 1", share)
     return LinearScaling(rope.number("factor", minimum=1))
 

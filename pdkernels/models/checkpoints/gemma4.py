@@ -16,7 +16,7 @@ from pdkernels._validation import check
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.gemma4_config import Gemma4Config
 from pdkernels.models.architectures.rope import ProportionalRotation
-from pdkernels.models.checkpoints.gemma3 import caps_of, check_named
+from pdkernels.models.checkpoints.gemma3 import caps_of, check_named, share_of
 from pdkernels.models.checkpoints.hf_language import language_fields
 from pdkernels.models.checkpoints.hf_windows import FULL, KINDS, SLIDING, layer_kinds, require_causal, windows_of
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
@@ -79,7 +79,7 @@ def from_gemma4_config(config: Mapping[str, Any]) -> Gemma4Config:
             head_dim=fields.integer("head_dim", 256),
             intermediate_size=fields.integer("intermediate_size"),
             rope_theta=full.number("rope_theta", above=0),
-            rope_scaling=_rotation(full, full_size),
+            rope_scaling=_rotation(full, fields, full_size),
             norm_eps=fields.number("rms_norm_eps", 1e-6, minimum=0),
             tied_head=fields.flag("tie_word_embeddings", True),
             max_positions=fields.integer("max_position_embeddings", 262144 if unified else 131072),
@@ -146,11 +146,11 @@ def _rules(fields: Fields, kinds: list[str]) -> tuple[Fields, Fields]:
     return local, full
 
 
-def _rotation(rule: Fields, size: int) -> ProportionalRotation | None:
+def _rotation(rule: Fields, fields: Fields, size: int) -> ProportionalRotation | None:
     """That of layers which see the whole text."""
     if rule.get("rope_type", "default") == "default":
         return None
-    share = rule.number("partial_rotary_factor", 1.0, minimum=0)
+    share = share_of(rule, fields)
     check(share <= 1, OP, f"{rule.where}: partial_rotary_factor", "be at most 1", share)
     return ProportionalRotation(int(share * size // 2), rule.number("factor", 1.0, above=0))
 
