@@ -264,6 +264,16 @@ def softmax_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
+def autocasted(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """The tensors as PyTorch's attention reads them: under autocast in its dtype (or in `dtype`), except for float64; else
+    as they are."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    narrow = dtype or torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(narrow) for x in tensors)
+
+
 def checked_sinks(op: str, sinks: Tensor | None, q: Tensor) -> Tensor | None:
     """`sinks` as the ops take them, in the dtype of the softmax."""
     if sinks is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from pdkernels._attention import autocasted
 from pdkernels._validation import check, check_type, message
 from pdkernels.masks import SegmentMask, TilePlan, full
 from pdkernels.ops import block_sparse_attention
@@ -171,6 +172,7 @@ def flex_attention(
         kv_heads,
         "Or give enable_gqa=True.",
     )
+    query, key, value = autocasted(query, key, value)
     if key.shape[0] == 1:
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     plan = block_mask

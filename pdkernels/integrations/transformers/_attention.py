@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdkernels._attention import takes_head_dim
+from pdkernels._attention import autocasted, takes_head_dim
 from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message
 from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan, note_rule, plan_after
 from pdkernels.integrations.transformers._rows import PagedRows, Pages, widened
@@ -56,6 +56,7 @@ def attention(
 
     `s_aux` ``(heads,)`` or None: sinks, as transformers calls them.
     """
+    query, key, value = _in_one_dtype(query, key, value, getattr(attention_mask, "step", None))
     size, width = query.shape[3], value.shape[3]
     if size != width:  # DeepSeek's MLA; zeros change neither scores nor sums
         scaling = size**-0.5 if scaling is None else scaling
@@ -63,6 +64,13 @@ def attention(
     _check(module, query, dropout, scaling, rest)
     mixed = _attend(module, query, key, value, attention_mask, scaling, is_causal, tile_plan, s_aux)
     return mixed[..., :width], None
+
+
+def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, step: Any) -> tuple[Tensor, ...]:
+    """Under autocast queries and keys may be wider than values. Rows that a cache holds say what all become."""
+    if isinstance(key, PagedRows):
+        return *autocasted(query, dtype=key.dtype), key, value
+    return autocasted(query, key, value, dtype=getattr(getattr(step, "cache", None), "dtype", None))
 
 
 def _attend(

@@ -89,10 +89,11 @@ class PdCache(Cache):  # type: ignore[misc]
         device: torch.device | str | None = None,
     ) -> None:
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        check_type(hasattr(config, "num_hidden_layers"), OP, "config", "be that of a model", type(config).__name__)
         check_choice(OP, "kind", kind, ("contiguous", "paged"))
         self.batch, self.capacity = integer(OP, "batch", batch, 1), integer(OP, "capacity", capacity, 1)
         self.page_size, self.drafts = integer(OP, "page_size", page_size, 1), integer(OP, "drafts", drafts, 0)
-        floating = dtype is None or dtype.is_floating_point
+        floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
         check_type(floating, OP, "dtype", "be floating-point: its layers read numbers", dtype)
         self.kind, self._dtype, self._device, self._config = kind, dtype, device, config
         self.storage: ContiguousKVCache | PagedKVCache | None = None
@@ -116,7 +117,8 @@ class PdCache(Cache):  # type: ignore[misc]
         """The memory of all layers, for rows like these ``(batch, kv_heads, rows, head_dim)``."""
         heads, dtype, device = self.sizes(key, value)
         if self.storage is None:
-            self._allocate(*heads, dtype, device)
+            with torch.inference_mode(False):  # later forwards may run without it
+                self._allocate(*heads, dtype, device)
         storage = self.storage
         assert storage is not None
         check_alike((storage.kv_heads, storage.head_dim), heads, storage.device, key.device)
@@ -147,7 +149,7 @@ class PdCache(Cache):  # type: ignore[misc]
         if self._written != first:
             storage.lengths.fill_(first)
             self._written = first
-        k, v = (widened(rows, storage.head_dim).transpose(1, 2) for rows in (key, value))
+        k, v = (widened(rows, storage.head_dim).transpose(1, 2).to(storage.dtype) for rows in (key, value))
         storage.append_(layer, k, v)
         return self.read(layer, length, (key.shape[3], value.shape[3]), (k, v))
 
@@ -306,7 +308,8 @@ class PdWindow(PdLayer):
         if not self._sides:
             nbytes = 2 * dtype.itemsize * torch.Size(shape).numel()
             check_fits_memory(OP, "drafts", self.owner.drafts, nbytes, device)
-            self._sides = [_memory.zeros(shape, dtype, device) for _ in range(2)]
+            with torch.inference_mode(False):  # as in `PdCache.ready`
+                self._sides = [_memory.zeros(shape, dtype, device) for _ in range(2)]
         self.widths = (key_states.shape[3], value_states.shape[3])
         self.is_initialized = True
 

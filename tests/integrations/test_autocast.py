@@ -1,0 +1,98 @@
+"""Mixed precision: under autocast attention has queries of float32 beside values of 16 bits, as in training with accelerate or the Trainer of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdkernels.integrations.flex_attention import flex_attention
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5.20")
+from pdkernels.integrations.transformers import PdCache, register, wrap  # noqa: E402
+from tests.integrations.test_shadow import small  # noqa: E402
+from tests.integrations.test_windows import LONG, model_with  # noqa: E402
+from tests.support.transformers_names import CACHE  # noqa: E402
+
+KINDS = [torch.bfloat16, torch.float16]
+IDS = torch.tensor([LONG[:40], LONG[20:60]])
+
+
+def model_of(family: str) -> Any:
+    register()
+    return small(family) if family in ("Llama", "Qwen3", "GPT2") else model_with(family, 7)
+
+
+def step(model: Any, implementation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits and gradients of a training step."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    with torch.autocast("cpu", dtype):
+        logits = model(IDS, use_cache=False).logits
+        loss = logits.float().log_softmax(-1)[..., 5].mean()
+    loss.backward()
+    return logits.detach().float(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2", "Gemma3Text", "Mistral", "GptOss"])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_step(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family)
+    theirs = "eager" if family == "GptOss" else "sdpa"
+    for ours, expected in zip(step(model, "pdkernels", dtype), step(model, theirs, dtype), strict=True):
+        assert (ours - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", [None, "contiguous", "paged"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.filterwarnings("ignore")
+def test_steps_on_a_cache(family: str, kind: Any) -> None:
+    model = model_of(family)
+    logits = []
+    for implementation in ("pdkernels", "sdpa"):
+        model.set_attn_implementation(implementation)
+        cache = transformers.DynamicCache() if kind is None else PdCache(model.config, 2, 64, kind=kind, page_size=4)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            parts = [model(IDS[:, a:b], **{CACHE: cache}).logits for a, b in ((0, 30), (30, 31), (31, 40))]
+        logits.append(torch.cat(parts, 1).float())
+    assert (logits[0] - logits[1]).norm() <= 0.05 * logits[1].norm()
+
+
+@pytest.mark.parametrize("on_a_cache", [False, True])
+def test_a_forward_of_a_wrapped_model(on_a_cache: bool) -> None:
+    model = small()
+    wrapped = wrap(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours = wrapped(IDS, cache=wrapped.new_cache(2, 64)) if on_a_cache else wrapped(IDS)
+        theirs = model(IDS).logits
+    assert ours.dtype == theirs.dtype and (ours - theirs).norm() <= 0.05 * theirs.norm()
+
+
+def test_flex_attention_converts_as_that_of_torch() -> None:
+    from torch.nn.attention import flex_attention as of_torch
+
+    q, k = torch.randn(2, 1, 2, 48, 16)
+    v = k.to(torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = flex_attention(q, k, v), of_torch.flex_attention(q, k, v)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_cache_may_begin_in_inference_mode(family: str, kind: Any) -> None:
+    """A prefix is run there, and `generate` goes on without it."""
+    model = model_of(family)
+    model.set_attn_implementation("pdkernels")
+    cache = PdCache(model.config, 2, 300, kind=kind, page_size=4)
+    with torch.inference_mode():
+        model(IDS[:, :30], **{CACHE: cache})
+    with torch.no_grad():
+        logits = model(IDS[:, 30:], **{CACHE: cache}).logits
+        whole = model(IDS, use_cache=False).logits[:, 30:]
+    torch.testing.assert_close(logits, whole, atol=3e-5, rtol=0)
