@@ -19,6 +19,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -209,7 +210,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-_kept: dict[str, RowTimes] = {}
+_kept: dict[str | None, RowTimes] = {}
+_of_functions: WeakKeyDictionary[Any, dict[type, dict[str | None, RowTimes]]] = WeakKeyDictionary()
 _SEVERAL = 8  # sequences with a row each
 _PATIENCE = 2.0  # seconds: small models have all repeats, large ones a few
 _FRESH, _KEPT = 3600.0, 7 * 86400.0
@@ -276,12 +278,14 @@ def kept_row_times(model: Any) -> RowTimes:
     A process that finds a record there older than an hour measures again, and the file keeps the least of both, so that
     a busy machine is not remembered; a week after the first one it is replaced.
 
-    Two models are the same here if they have the same sizes, dtype and formats of matrices.
+    Two models are the same here if they have the same sizes, dtype and formats of matrices. A function says nothing of
+    these: its times are its own, and in no file.
     """
     name = _name_of(model)
-    if name not in _kept:
+    kept = _kept if name is not None else _of_function(model)
+    if name not in kept:
         file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "step_minima.json"
-        now, recorded = time.time(), _read(file).get(name)
+        now, recorded = time.time(), None if name is None else _read(file).get(name)
         if recorded is not None and not 0 <= now - recorded.first < _KEPT:
             recorded = None
         if recorded is None or not 0 <= now - recorded.last < _FRESH:
@@ -292,22 +296,41 @@ def kept_row_times(model: Any) -> RowTimes:
                 packed = min(_row_seconds(model, [2], prefix, 7, _SEVERAL, _PATIENCE, packed=True)[2])
             measured = _Record(list(seconds), list(map(min, seconds.values())), several, packed, now, now)
             recorded = measured if recorded is None else recorded.least(measured)
-            _write(file, _read(file) | {name: recorded})  # others may have written meanwhile
-        _kept[name] = recorded.times()
-    return _kept[name]
+            if name is not None:
+                _write(file, _read(file) | {name: recorded})  # others may have written meanwhile
+        kept[name] = recorded.times()
+    return kept[name]
 
 
-def _name_of(model: Any) -> str:
+def _holder_of(model: Any) -> Any:
+    """What has the parameters of a model: itself, or what it wraps; the innermost one where none are to be seen."""
     inner = getattr(model, "model_itself", model)
-    parameters = getattr(inner, "named_parameters", None)
-    sizes = [(name, tuple(each.shape), str(each.dtype)) for name, each in parameters()] if parameters else []
-    buffers = getattr(inner, "named_buffers", None)
-    sizes += [(name, tuple(each.shape), str(each.dtype)) for name, each in buffers()] if buffers else []
+    while not hasattr(inner, "named_parameters") and (wrapped := getattr(inner, "model", None)) is not None:
+        inner = wrapped
+    return inner
+
+
+def _of_function(model: Any) -> dict[str | None, RowTimes]:
+    """The times of a model without parameters, and of what runs it in another way."""
+    try:
+        return _of_functions.setdefault(_holder_of(model), {}).setdefault(type(model), {})
+    except TypeError:  # it has no hash, or takes no weak reference
+        return {}
+
+
+def _name_of(model: Any) -> str | None:
+    """None: no parameters are to be seen."""
+    inner, module = getattr(model, "model_itself", model), _holder_of(model)
+    if not hasattr(module, "named_parameters"):
+        return None
+    tensors = *module.named_parameters(), *module.named_buffers()
+    sizes = [(name, tuple(each.shape), str(each.dtype)) for name, each in tensors]
     shared = getattr(model, "shared", None)  # a matrix of the target's that a drafter reads
     sizes += [] if shared is None else [("shared", tuple(shared.shape), getattr(shared, "format", str(shared.dtype)))]
     device = getattr(inner, "device", torch.device("cpu"))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor()} {os.cpu_count()}"
-    identity = f"{type(model).__name__} {type(inner).__name__} {inner.config} {sizes} {where} {torch.get_num_threads()} {torch.__version__}"
+    kinds = " ".join(type(each).__name__ for each in (model, inner, module))
+    identity = f"{kinds} {inner.config} {sizes} {where} {torch.get_num_threads()} {torch.__version__}"
     return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 

@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.decoding.costs import StepCosts
 from pdkernels.decoding.steps.lengths import SLACK, Lengths
 from pdkernels.generation import row_times
 from pdkernels.generation.row_times import fit_row_times
+from pdkernels.models import from_callable
 from tests.support.drafters import with_drafters
 from tests.support.tri_mode import small_transformer
 
@@ -250,6 +252,31 @@ def test_times_are_measured_once(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     row_times._kept.clear()
     row_times.kept_row_times(model)
     assert len(measured) == 12 and len(json.loads(home.read_text())) == 1
+
+
+def test_models_without_parameters_of_their_own_are_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrapped models of one shape whose layers differ, and functions, of which no two are one."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
+    from pdkernels.integrations.transformers import wrap
+
+    def wrapped(inner: int) -> Any:
+        sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return wrap(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=inner)).eval())
+
+    table = torch.eye(7)
+    functions = [from_callable(lambda tokens: table[tokens], vocab_size=7) for _ in range(2)]
+    models = [wrapped(48), wrapped(64), pd.quantize(wrapped(64), "int8"), *functions]
+    measured: list[Any] = []
+
+    def measure(model: Any, rows: list[int], *_: Any) -> Any:
+        measured.append(model)
+        return {count: [float(count)] for count in rows}
+
+    monkeypatch.setattr(row_times, "_row_seconds", measure)
+    for model in [*models, *models, wrapped(48)]:
+        row_times.kept_row_times(model)
+    assert measured == [model for model in models for _ in range(2)]
+    assert len(json.loads(home.read_text())) == 3
 
 
 def test_a_busy_machine_is_not_remembered(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
