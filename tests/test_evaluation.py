@@ -18,6 +18,7 @@ from pdkernels.decoding import Method
 from pdkernels.decoding.causal import autoregressive
 from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation import Candidate, Row, Task, as_json, candidates, comparison, evaluate, make_task, plot, tasks
+from pdkernels.evaluation.sweep import parse_sweep, sweep_candidates
 from pdkernels.generation.session import Session
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.training import arithmetic, standard_library
@@ -150,6 +151,31 @@ def test_chosen_methods_and_widths() -> None:
         candidates(models, ["jacoby"])
     with pytest.raises(ValueError, match=r"pdkernels.evaluation: width must be at least 1, got 0\."):
         candidates(models, widths=[0])
+
+
+class Least:
+    """A model with the members of `CausalModel` and no others."""
+
+    capabilities = frozenset({"causal"})
+
+    def __init__(self) -> None:
+        self._inner = small_model(None)
+        self.config, self.tokenizer, self.end_tokens = self._inner.config, self._inner.tokenizer, (256,)
+
+    def new_cache(self, batch: int, capacity: int) -> Any:
+        return self._inner.new_cache(batch, capacity)
+
+    def __call__(self, tokens: torch.Tensor, *, cache: Any, counts: Any = None, rows: Any = None) -> torch.Tensor:
+        return self._inner(tokens, cache=cache, counts=counts, rows=rows)
+
+
+def test_a_model_may_have_the_members_of_its_protocol_alone() -> None:
+    models = {"own": Least()}
+    found, skipped = candidates(models, ["jacobi"], [4])
+    assert skipped == [] and [c.label for c in found] == ["autoregressive", "jacobi, 4"]
+    assert [row.verdict for row in evaluate(models, found, small_task(2))] == ["is greedy", "yes"]
+    swept = sweep_candidates(models, [parse_sweep("window=3,5")])
+    assert [c.label for c in swept] == ["autoregressive", "jacobi, window 3", "jacobi, window 5"]
 
 
 def test_widths_reach_the_methods() -> None:

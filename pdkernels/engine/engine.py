@@ -35,6 +35,7 @@ from pdkernels.generation.prompts import Prompts
 from pdkernels.generation.session import Session
 from pdkernels.models.checkpoints.request_adapters import checked_name, load_adapter, unload_adapter
 from pdkernels.models.protocols import keeps_windows
+from pdkernels.models.text.tokenizers import incremental
 
 _OP = "Engine.submit"
 _BUCKET = 32  # canvases of one batch are padded to a multiple of this many prompt tokens
@@ -240,7 +241,7 @@ class Engine:
         remedy = f"Shorten it, or make the engine with Engine(max_prompt_tokens={session.longest})."
         within = f"have at most {longest} tokens, the engine's"
         check(session.longest <= longest, _OP, "prompt", within, session.longest, remedy)
-        decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
+        decoder = None if self.model.tokenizer is None else incremental(self.model.tokenizer)
         worker, on_tokens = self._thread, session.on_tokens
         handle = Generation(next(self._numbers), session.prompts[0], decoder, worker)
 

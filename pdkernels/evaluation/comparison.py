@@ -174,7 +174,8 @@ def candidates(
         if not methods and wing == "masked":
             competing += masked_candidates(name)
             continue
-        able = [method for method in all_methods if not method.needs_mask_token or model.mask_token is not None]
+        has_mask = getattr(model, "mask_token", None) is not None
+        able = [method for method in all_methods if has_mask or not method.needs_mask_token]
         names = methods or DEFAULT_METHODS.get(name, [method.name for method in able if method.supports(model)])
         for method in map(decoding.find, dict.fromkeys([baseline_of(model), *names])):
             if not method.supports(model):

@@ -90,7 +90,7 @@ def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods:
     for name, model in models.items():
         baseline = baseline_of(model)
         candidates[Candidate(name, baseline)] = None
-        has_mask = model.mask_token is not None
+        has_mask = getattr(model, "mask_token", None) is not None
         able = [method for method in chosen if method.supports(model) and (has_mask or not method.needs_mask_token)]
         for method in able:
             options = [item for item in swept if item.method in (None, method.name) and item.option in method.options]

@@ -113,10 +113,11 @@ def _token_list(model: Any, prompt: Any) -> list[int]:
 
 
 def _check_integers(name: str, array: Any) -> None:
+    masks = name == "attention_mask"  # whose ones may be true
     if isinstance(array, torch.Tensor):
-        integral = not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+        integral = not (array.is_floating_point() or array.is_complex() or (array.dtype == torch.bool and not masks))
     else:
-        integral = array.dtype.kind in "iu"
+        integral = array.dtype.kind in ("iub" if masks else "iu")
     check_type(integral, _OP, name, "be an integer tensor", array.dtype)
 
 

@@ -58,19 +58,19 @@ def log_likelihood(
         chunk = order[first : first + size]
         # The last token is only predicted, never read, so it does not have to fit into the model's positions.
         rows = [[*prefixes[i], *texts[i][:-1]] for i in chunk]
-        tokens = torch.zeros(len(chunk), max(map(len, rows)), dtype=torch.int64)
+        tokens = torch.zeros(len(chunk), max(map(len, rows)), dtype=torch.int64, device="cpu")
         for line, row in zip(tokens, rows):
-            line[: len(row)] = torch.tensor(row)
+            line[: len(row)] = torch.tensor(row, device="cpu")
         # A row for every token of the longest text; rows past a shorter one are not read.
         longest = max(len(texts[i]) for i in chunk)
-        starts = torch.tensor([len(prefixes[i]) - 1 for i in chunk])
-        read_rows = (starts[:, None] + torch.arange(longest)).clamp(max=tokens.shape[1] - 1)
+        starts = torch.tensor([len(prefixes[i]) - 1 for i in chunk], device="cpu")
+        read_rows = (starts[:, None] + torch.arange(longest, device="cpu")).clamp(max=tokens.shape[1] - 1)
         logits = model(tokens.to(model.device), rows=read_rows.to(model.device)).float()
         log_probs, best = logits.log_softmax(-1).cpu(), logits.argmax(-1).cpu()
         for j, i in enumerate(chunk):
-            text = torch.tensor(list(texts[i]), dtype=torch.int64)
+            text = torch.tensor(list(texts[i]), dtype=torch.int64, device="cpu")
             length = len(text)
-            log_prob = log_probs[j, torch.arange(length), text].double().sum().item()
+            log_prob = log_probs[j, torch.arange(length, device="cpu"), text].double().sum().item()
             likelihoods[i] = Likelihood(log_prob, bool((best[j, :length] == text).all()))
     return [likelihood for likelihood in likelihoods if likelihood is not None]
 
@@ -138,25 +138,27 @@ def _masks(length: int, samples: int, seed: int) -> Tensor:
     masked."""
     sets = 2**length - 1
     if sets <= samples:
-        weights = torch.zeros(sets, length, dtype=torch.float64)
+        weights = torch.zeros(sets, length, dtype=torch.float64, device="cpu")
         chosen = [s for count in range(1, length + 1) for s in combinations(range(length), count)]
         for row, hidden in zip(weights, chosen):
             row[list(hidden)] = 1 / (len(hidden) * math.comb(length, len(hidden)))
         return weights
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randint(1, length + 1, (), generator=generator)
-    spread = (start + torch.arange(samples, dtype=torch.float64) * (length / samples)).round().long()
+    start = torch.randint(1, length + 1, (), generator=generator, device="cpu")
+    spread = (start + torch.arange(samples, dtype=torch.float64, device="cpu") * (length / samples)).round().long()
     counts = (spread - 1) % length + 1
-    ranks = torch.rand(samples, length, generator=generator, dtype=torch.float64).argsort(1).argsort(1)
+    ranks = torch.rand(samples, length, generator=generator, dtype=torch.float64, device="cpu").argsort(1).argsort(1)
     return (ranks < counts[:, None]) * (length / counts[:, None].double() / samples)
 
 
 def _weighted(model: Any, prefix: Sequence[int], text: Sequence[int], weights: Tensor) -> float:
     """The sum over rows and masked tokens of weight times log-probability."""
     count, length = weights.shape
-    shown = torch.tensor(list(text), dtype=torch.int64).repeat(count, 1)
+    shown = torch.tensor(list(text), dtype=torch.int64, device="cpu").repeat(count, 1)
     masked = torch.where(weights > 0, model.mask_token, shown)
-    tokens = torch.cat([torch.tensor(list(prefix), dtype=torch.int64).repeat(count, 1), masked], 1).to(model.device)
+    tokens = torch.cat([torch.tensor(list(prefix), dtype=torch.int64, device="cpu").repeat(count, 1), masked], 1).to(
+        model.device
+    )
     first = len(prefix) - rows_ahead(model)
     logits = model(tokens, rows=slice(first, first + length)).float()
     log_probs = logits.log_softmax(-1).cpu().gather(-1, shown[..., None])[..., 0]

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from pdkernels.engine import Generation
+from pdkernels.models.text.tokenizers import incremental
 from pdkernels.serve.parser import AnswerParser, Thought
 from pdkernels.serve.stops import StopCut
 from pdkernels.serve.tagged import CallDelta
@@ -63,7 +64,7 @@ class Choice:
             parser,
         )
         self.marks, self._closing, self._go_on = marks, closing, go_on
-        self._stops, self._cut, self._decoder = stops, StopCut(stops), tokenizer.incremental()
+        self._stops, self._cut, self._decoder = stops, StopCut(stops), incremental(tokenizer)
         self._ended = list[Generation]()
         self._rest: Generation | None = None
         self._forced, self._late, self._cancelled = 0, False, False
@@ -138,7 +139,7 @@ class Choice:
         if closes:
             news += [*self._read(self._decoder.flush()), *self._parsed(self._cut.flush()), *self._parsed(self._closing)]
             # Stop strings are searched for in what the model writes, and the rest is a text of its own for that.
-            self._cut, self._decoder = StopCut(self._stops), self.tokenizer.incremental()
+            self._cut, self._decoder = StopCut(self._stops), incremental(self.tokenizer)
             self._forced, self.thought_tokens = continuation.forced, self.thought_tokens + continuation.forced
         self._late = continuation.late
         if continuation.generation is not None:

@@ -245,6 +245,8 @@ BATCHES = [
     {"input_ids": [[1, 2, 3], [4, 5]]},
     {"input_ids": torch.tensor([[1, 2, 3], [0, 4, 5]]), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])},
     {"input_ids": np.array([[1, 2, 3], [4, 5, 0]]), "attention_mask": np.array([[1, 1, 1], [1, 1, 0]])},
+    {"input_ids": torch.tensor([[1, 2, 3], [0, 4, 5]]), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]).bool()},
+    {"input_ids": np.array([[1, 2, 3], [4, 5, 0]]), "attention_mask": np.array([[1, 1, 1], [1, 1, 0]]) > 0},
 ]
 
 

@@ -148,3 +148,40 @@ def test_a_misspelt_argument_is_suggested() -> None:
             HarnessModel("tiny-code", **{name: 4})
     with pytest.raises(ValueError, match=r"no option stop\.$"):  # a task's own setting
         HarnessModel("tiny-code", stop="a")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dtype": "auto"}, "dtype must name a dtype of torch, such as 'bfloat16', got 'auto'"),
+        ({"batch_size": "auto"}, "batch_size must be a number, got 'auto'"),
+        ({"batch_size": "auto:4"}, "batch_size must be a number, got 'auto:4'"),
+    ],
+)
+def test_arguments_of_the_harness_are_refused_by_name(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        HarnessModel("tiny-code", **arguments)
+
+
+def test_arguments_of_the_harness() -> None:
+    import torch
+
+    assert HarnessModel("tiny-code", dtype=torch.bfloat16).model.dtype == torch.bfloat16
+    sizes = [HarnessModel("tiny-code", batch_size=size, max_batch_size=4).batch_size for size in ("2", 9)]
+    assert sizes == [2, 4]
+    model = pd.models.load("tiny-code")
+    assert HarnessModel(model, dtype="float32", device="cpu").model is model
+    for other in ({"dtype": "bfloat16"}, {"device": "cuda"}):
+        with pytest.raises(ValueError, match="be None, or that of the model"):
+            HarnessModel(model, **other)
+
+
+def test_chats_of_a_wrapped_model() -> None:
+    pytest.importorskip("transformers")
+    from pdkernels.integrations.transformers import wrap
+    from tests.integrations.test_wrapped_given import CHAT, small, tokenizer
+
+    lm = HarnessModel(wrap(small(), tokenizer()))
+    chat = [{"role": "user", "content": "Hi there"}]
+    assert lm.chat_template(True) == CHAT
+    assert lm.apply_chat_template(chat) == "<s>[user] Hi there[assistant]"

@@ -10,7 +10,7 @@ import torch
 import pdkernels as pd
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
-from pdkernels.integrations.transformers import from_transformers, wrap  # noqa: E402
+from pdkernels.integrations.transformers import from_transformers, quantize_linears_, wrap  # noqa: E402
 from tests.integrations.test_shadow import PROMPT, ours, small, theirs  # noqa: E402
 from tests.support.state import state_of  # noqa: E402
 from tests.support.transformers_names import VERSION  # noqa: E402
@@ -189,6 +189,79 @@ def test_a_tokenizer_without_a_template() -> None:
     stream = model.tokenizer.incremental()
     assert stream.feed([5]) + stream.feed([0, 6]) + stream.flush() == model.tokenizer.decode([5, 0, 6]) == "Hi there"
     assert model.tokenizer.decode_all([0, 5]) == "<s> Hi" and len(PROMPT) == 5
+
+
+def changed(way: str) -> tuple[Any, Any]:
+    """A model, wrapped, that is another one since then; and what has become of it."""
+    model = small()
+    if way in ("disabled", "merged", "unloaded", "switched"):
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+        model = peft.get_peft_model(model, config).eval()
+        model.add_adapter("other", config)
+    wrapped = wrap(model)
+    if way == "disabled":
+        model.base_model.disable_adapter_layers()
+    elif way == "switched":
+        model.set_adapter("other")
+    elif way == "merged":
+        model.merge_adapter()
+    elif way == "unloaded":
+        model = model.merge_and_unload()
+    elif way == "quantised":
+        quantize_linears_(model, "int8")
+    else:
+        model.model.layers[1] = model.model.layers[0]
+    return model, wrapped
+
+
+@pytest.mark.parametrize("way", ["disabled", "switched", "merged", "unloaded", "quantised", "layers"])
+def test_a_model_that_has_become_another_one_is_refused(way: str) -> None:
+    """Its old tree would go on with other modules, or take an adapter twice."""
+    _, wrapped = changed(way)
+    for call in (lambda: ours(wrapped), lambda: wrapped(torch.tensor([PROMPT]))):
+        with pytest.raises(ValueError, match="have the modules and adapters that it had when it was wrapped.*again"):
+            call()
+
+
+@pytest.mark.parametrize("entry", [wrap, from_transformers])
+@pytest.mark.parametrize("end", [1000, [-1, 5], 61])
+def test_end_tokens_outside_the_vocabulary_never_end_a_text(entry: Any, end: Any) -> None:
+    model = small(eos_token_id=end)
+    converted = entry(model)
+    assert converted.end_tokens == ((5,) if end == [-1, 5] else ())
+    result = pd.decoding.generate(converted, PROMPT, max_new_tokens=6)
+    assert result.tokens.tolist() == theirs(model, 6)[: len(result.tokens)]
+
+
+def test_a_template_is_one_of_ours_as_well() -> None:
+    """As lm-eval and the server read it: its source, and a text."""
+    adapted = wrap(small(), tokenizer()).tokenizer
+    messages = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "is"}]
+    assert adapted.chat_template.chosen() == CHAT
+    for prompt in (True, False):
+        expected = tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        assert adapted.chat_template.render(messages, add_generation_prompt=prompt) == expected
+    assert wrap(small(), tokenizer(None)).tokenizer.chat_template is None
+
+
+class Letters:
+    """The least that `wrap` asks of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + ord(letter) % 50 for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(97 + int(token) % 26) for token in ids)
+
+
+def test_a_tokenizer_that_encodes_and_decodes_is_enough() -> None:
+    model = wrap(small(), Letters())
+    expected = pd.decoding.generate(model, "hello", max_new_tokens=6).text
+    with pd.Engine(model, max_new_tokens=16) as engine:
+        handle = engine.submit("hello", max_new_tokens=6)
+        assert "".join(piece.text or "" for piece in handle) == expected == handle.result().text
+    assert "".join(piece.text or "" for piece in pd.decoding.stream(model, "hello", max_new_tokens=6)) == expected
 
 
 def test_an_error_says_that_a_model_must_be_wrapped() -> None:

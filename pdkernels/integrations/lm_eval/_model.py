@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from typing import Any, NoReturn
 
 from lm_eval.api.model import TemplateLM
@@ -47,7 +48,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         prefix_token_id: the token that precedes texts without a context, and rolling windows. None: BOS, or the end
             token if there is no BOS.
         enable_thinking, chat_template_args: variables of the chat template.
-        dtype, device: as in `pdkernels.models.load`.
+        dtype, device: as in `pdkernels.models.load`, the dtype or its name; None, or those that it has, beside a model.
+        max_batch_size: a limit of `batch_size`.
         **options: of the method.
 
     Raises:
@@ -70,7 +72,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         likelihood_samples: int = 128,
         check_greedy: bool = False,
         seed: int = 0,
-        dtype: str | None = None,
+        dtype: Any = None,
         device: str | None = None,
         max_batch_size: int | None = None,
         add_bos_token: bool | None = None,
@@ -82,8 +84,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         super().__init__()
         import torch
 
-        kind = None if dtype is None else getattr(torch, dtype)
-        named = isinstance(pretrained, str)
+        kind = dtype if dtype is None or isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), dtype)
+        exists = kind is None or isinstance(kind, torch.dtype)
+        check(exists, OP, "dtype", "name a dtype of torch, such as 'bfloat16'", repr(dtype))
+        named = isinstance(pretrained, (str, os.PathLike))
+        for name, value in () if named else (("dtype", kind), ("device", device)):
+            same = value is None or str(getattr(pretrained, name, None)).startswith(str(value))
+            check(same, OP, name, "be None, or that of the model", value)
         self.model: Any = models.load(pretrained, dtype=kind, device=device or "cpu") if named else pretrained
         check(self.model.tokenizer is not None, OP, "pretrained", "have a tokenizer", "a model without")
         self.method = find(method)
@@ -92,7 +99,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         hint = "".join(suggestion(name, known) for name in unknown)
         refuse(bool(unknown), OP, f"method {method!r} has no option {', '.join(unknown)}", hint.strip())
         self.options = options
+        number = not isinstance(batch_size, str) or batch_size.isdecimal()
+        check(number, OP, "batch_size", "be a number", repr(batch_size), "Sizes are not tried.")
         self.batch_size = integer(OP, "batch_size", int(batch_size), 1)
+        if max_batch_size is not None:
+            self.batch_size = min(self.batch_size, integer(OP, "max_batch_size", max_batch_size, 1))
         self.max_new_tokens = integer(OP, "max_new_tokens", int(max_new_tokens), 1)
         self.samples = integer(OP, "likelihood_samples", int(likelihood_samples), 1)
         self.check_greedy, self.seed = bool(check_greedy), int(seed)

@@ -17,6 +17,7 @@ from pdkernels.decoding.options import check_options
 from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.integrations.transformers._drafters import method_of
 from pdkernels.integrations.transformers._drafters import options_of as drafter_options
+from pdkernels.integrations.transformers._given import ids_of, in_vocabulary
 from pdkernels.integrations.transformers._lists import PaddedCriterion, PaddedHook, plain_logits
 from pdkernels.integrations.transformers._lists import options as list_options
 from pdkernels.integrations.transformers._model import wrap
@@ -154,9 +155,8 @@ def generate(
             if caller_streamer is None:
                 listener.put(input_ids.cpu())
             options["on_tokens"] = _told(listener)
-        stated = _ids(generation_config.eos_token_id)
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        ends = tuple(token for token in stated if 0 <= token < vocabulary)  # others never end a text
+        stated = ids_of(generation_config.eos_token_id)
+        ends = in_vocabulary(model, stated)
         length = input_ids.shape[1]
         new = generation_config.max_length - length
         tokenizer = options.pop("tokenizer", None)
@@ -210,7 +210,7 @@ def _draw(config: Any, by_hooks: bool) -> dict[str, Any]:
     """The settings of a draw that `config` has; `by_hooks`: temperature and filters are among the hooks."""
     if not config.do_sample:
         return {}
-    seed = int(torch.randint(2**31, ()).item())  # as in transformers: a new one in each call
+    seed = int(torch.randint(2**31, (), device="cpu").item())  # as in transformers: a new one in each call
     settings: dict[str, Any] = {"temperature": 1.0, "seed": seed}
     for name in () if by_hooks else names_of("draw"):
         field, neutral = SETTINGS[name].transformers, SETTINGS[name].neutral
@@ -236,15 +236,9 @@ def _penalty(config: Any, processors: Any, unpadded: bool) -> float:
 def _told(streamer: Any) -> Callable[[int, list[int], int], None]:
     def put(sequence: int, ids: list[int], accepted: int) -> None:
         for token in ids:
-            streamer.put(torch.tensor([token]))
+            streamer.put(torch.tensor([token], device="cpu"))
 
     return put
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
 def _stops(criteria: Any, callers: Any, input_ids: Tensor, real: Tensor) -> dict[str, Any]:

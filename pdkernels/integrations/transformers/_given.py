@@ -1,9 +1,11 @@
-"""Unwraps models of transformers: PEFT adapters, and weights that accelerate keeps elsewhere."""
+"""Unwraps models of transformers: PEFT adapters, weights that accelerate keeps elsewhere, and the ids of end tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from torch import Tensor
 
 from pdkernels._validation import message
 
@@ -44,3 +46,16 @@ def _hooks(hook: Any) -> Iterator[Any]:
     yield hook
     for inner in getattr(hook, "hooks", ()):
         yield from _hooks(inner)
+
+
+def ids_of(value: Any) -> tuple[int, ...]:
+    """Token ids as a `GenerationConfig` holds them: None, one or several."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def in_vocabulary(model: Any, ids: Iterable[int]) -> tuple[int, ...]:
+    """Those of a model's vocabulary: other end tokens never end a text."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    return tuple(token for token in ids if 0 <= token < size)

@@ -81,7 +81,7 @@ class PaddedCriterion:
         text = ids[0].tolist()
         # Equal prompts without their padding may differ in it, which a criterion could only read by mistake.
         match = max((pair for pair in self._prompts if text[: len(pair[0])] == pair[0]), key=lambda pair: len(pair[0]))
-        new = torch.tensor(text[len(match[0]) :]).to(match[1])
+        new = torch.tensor(text[len(match[0]) :], device="cpu").to(match[1])
         return self._criterion(torch.cat([match[1], new])[None], scores)
 
 
@@ -142,7 +142,7 @@ def _of_sequence(processor: Any, sequence: int) -> Any:
 @torch.inference_mode()
 def plain_logits(model: Any, prompts: list[list[int]], texts: list[list[int]]) -> list[Tensor]:
     """The model's logits of each new token, float32 ``(batch, V)``: 0 for texts that have ended."""
-    lengths = torch.tensor([len(text) for text in texts])
+    lengths = torch.tensor([len(text) for text in texts], device="cpu")
     columns: list[Tensor] = []
     for first, logits in scored(model, prompts, texts):
         for place, rows in enumerate(logits.float().unbind(1), first):

@@ -15,7 +15,7 @@ from pdkernels._validation import check, check_choice, check_type, message
 from pdkernels.cache import Cache, HybridCache, StateShape
 from pdkernels.integrations.transformers._attention import attention
 from pdkernels.integrations.transformers._experts import NAME, register_experts
-from pdkernels.integrations.transformers._given import check_loaded, without_adapter
+from pdkernels.integrations.transformers._given import check_loaded, ids_of, in_vocabulary, without_adapter
 from pdkernels.integrations.transformers._plans import PlanMask, mask_function
 from pdkernels.integrations.transformers._probe import (
     TOKENS,
@@ -31,7 +31,7 @@ from pdkernels.integrations.transformers._probe import (
     undisturbed,
 )
 from pdkernels.integrations.transformers._quantized import is_quantised, quantize_linears_
-from pdkernels.integrations.transformers._shadow import body_of, head_of, noting_input, shadow
+from pdkernels.integrations.transformers._shadow import body_of, head_of, noting_input, shadow, structure_of
 from pdkernels.integrations.transformers._states import exchange_, other_scans, using
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
@@ -161,9 +161,9 @@ class WrappedModel:
         self, model: Any, shadowed: Any, config: WrappedConfig, tokenizer: Any, mask_token: int | None
     ) -> None:
         self.model, self.config, self.tokenizer, self.mask_token = model, config, tokenizer, mask_token
+        self._structure = structure_of(model)
         self._body, self._head = body_of(shadowed), head_of(shadowed)
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        self.end_tokens = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        self.end_tokens = _ends(model)
         self._places = {layer: place for place, layer in enumerate(config.attends)}
 
     @property
@@ -203,6 +203,7 @@ class WrappedModel:
         drafts: int | None = None,
     ) -> Cache:
         """As `Transformer.new_cache`; a `pdkernels.cache.HybridCache` for a model with recurrent layers."""
+        self._check_structure()
         config = self.config
         slots = len(config.attends) or None
         windows = [config.windows.get(layer) for layer in config.attends or range(config.layers)]
@@ -265,6 +266,8 @@ class WrappedModel:
             adapted,
             "Merge the adapter, or use from_transformers.",
         )
+        if cache is None:
+            self._check_structure()
         rows = tokens.shape[1]
         if mask is None:
             sees_all = cache is None and self.config.attention == "bidirectional"
@@ -324,8 +327,14 @@ class WrappedModel:
         copied = quantize_linears_(shadow(self.model), format, group=group, skip=skip)
         config = self.config
         wrapped = wrap(copied, mask_token=self.mask_token, attention=config.attention, predicts=config.predicts)
-        wrapped.tokenizer = self.tokenizer
+        wrapped.tokenizer, wrapped.end_tokens = self.tokenizer, self.end_tokens
         return wrapped
+
+    def _check_structure(self) -> None:
+        """Raises ValueError if the model has become another one."""
+        same = structure_of(self.model) == self._structure
+        expectation = "have the modules and adapters that it had when it was wrapped"
+        check(same, "WrappedModel", "model", expectation, "others", "Wrap it again.")
 
     def _run(
         self,
@@ -441,11 +450,19 @@ def wrap(
     return WrappedModel(model, shadowed, sizes, adapted(tokenizer), mask_token)
 
 
+def _ends(model: Any) -> tuple[int, ...]:
+    return in_vocabulary(model, ids_of(getattr(model.generation_config, "eos_token_id", None)))
+
+
+def _check_class(op: str, model: Any) -> None:
+    is_decoder = all(hasattr(model, name) for name in ("base_model", "get_output_embeddings", "config"))
+    check_type(is_decoder, op, "model", "be a decoder of transformers", type(model).__name__)
+
+
 def _plain_model(op: str, model: Any) -> Any:
     """The decoder without the wrappers of torch.compile and PEFT."""
     model = without_adapter(op, getattr(model, "_orig_mod", model))
-    is_decoder = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
-    check_type(is_decoder, op, "model", "be a decoder of transformers", type(model).__name__)
+    _check_class(op, model)
     name = type(model).__name__
     check_loaded(op, model)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -536,13 +553,11 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer | Hybrid
     if hasattr(model, "peft_config"):
         remedy = "Call merge_and_unload() first, or use wrap."
         raise NotImplementedError(message(op, "model", "be without adapters", type(model).__name__, remedy))
-    check_type(hasattr(model, "config"), op, "model", "be a decoder of transformers", type(model).__name__)
+    _check_class(op, model)
     check_loaded(op, model)
     if is_quantised(model):
         remedy = "Convert it first and pd.quantize the result, or use wrap."
         raise NotImplementedError(message(op, "model", "hold numbers", "quantised matrices", remedy))
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     config = model.config.to_dict()
     converted = from_published(
@@ -551,7 +566,7 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer | Hybrid
         model.dtype,
         model.device,
         adapted(tokenizer),
-        ends,
+        _ends(model),
     )
     assert not isinstance(converted, RecurrentDepth)  # transformers has no such model
     with undisturbed(model.device):

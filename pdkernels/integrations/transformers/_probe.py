@@ -242,8 +242,8 @@ def random_tokens(model: Any, rows: int, columns: int) -> Tensor:
         entries = 0
     config = model.config.get_text_config(decoder=True)
     count = min(entries or config.vocab_size, config.vocab_size)
-    ordinary = torch.tensor([token for token in range(min(count, 4096)) if token not in special] or [0])
-    drawn = torch.randint(len(ordinary), (rows, columns), generator=torch.Generator().manual_seed(0))
+    ordinary = torch.tensor([token for token in range(min(count, 4096)) if token not in special] or [0], device="cpu")
+    drawn = torch.randint(len(ordinary), (rows, columns), generator=torch.Generator().manual_seed(0), device="cpu")
     return ordinary[drawn].to(model.device)
 
 
@@ -348,7 +348,10 @@ if hasattr(os, "register_at_fork"):  # another thread may hold it
 def remembered(model: Any, *settings: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Reads and keeps what was found about this model as it is now: its modules, hooks, configuration, dtype and
     place."""
-    modules = tuple((type(module), len(module._forward_hooks), "forward" in vars(module)) for module in model.modules())
+    modules = tuple(
+        (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module))
+        for module in model.modules()
+    )
     config = json.dumps(model.config.to_dict(), default=repr, sort_keys=True)
     key = (*settings, config, hash(modules), model.dtype, model.device)
 

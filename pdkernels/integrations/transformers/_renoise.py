@@ -19,6 +19,7 @@ from pdkernels._validation import check, check_type, integer
 from pdkernels.generation.noise import Seed, checked_seeds
 from pdkernels.integrations.transformers._cache_names import cache_argument
 from pdkernels.integrations.transformers._experts import NAME
+from pdkernels.integrations.transformers._given import ids_of
 from pdkernels.integrations.transformers._model import register
 from pdkernels.ops.token_statistics import token_statistics
 
@@ -135,7 +136,7 @@ def renoise(
     size, device = int(model.config.canvas_length), input_ids.device
     numbers = _Numbers(checked_seeds(OP, seed, batch).to(device), int(model.config.get_text_config().vocab_size))
     generation = model.generation_config
-    ends, pad = _ids(generation.eos_token_id), generation.pad_token_id
+    ends, pad = ids_of(generation.eos_token_id), generation.pad_token_id
 
     text = input_ids.to(torch.int64)
     visible = torch.ones_like(text, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -283,7 +284,3 @@ def within_budget(entropy: Tensor, budget: float) -> Tensor:
     ranked, order = entropy.sort(-1)
     drawn = ranked.cumsum(-1) - ranked <= budget
     return torch.zeros_like(drawn).scatter(-1, order, drawn)
-
-
-def _ids(value: Any) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)

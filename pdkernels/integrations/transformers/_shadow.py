@@ -274,3 +274,16 @@ def _reset_rotary(module: nn.Module) -> None:
             module._buffers[f"{prefix}inv_freq"] = original.clone()
             if f"{prefix}max_seq_len_cached" in module.__dict__ and hasattr(module, "original_max_seq_len"):
                 module.__dict__[f"{prefix}max_seq_len_cached"] = module.original_max_seq_len
+
+
+def structure_of(model: nn.Module) -> tuple[Any, ...]:
+    """What a shadow does not follow: the modules of a model, which of PEFT's adapters are on, and hooks that change the
+    arguments of the whole model, of which its body is called by itself."""
+    modules = (part for module in model.modules() for part in (module, *_switches(module)))
+    return *model._forward_pre_hooks, *modules
+
+
+def _switches(module: nn.Module) -> Iterator[Any]:
+    for name in ("_active_adapter", "_disable_adapters", "merged_adapters"):
+        if (value := vars(module).get(name)) is not None:
+            yield tuple(value) if isinstance(value, list) else value

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
-from pdkernels._validation import refuse, sentence
-from pdkernels.models.text.chat import Messages, check_messages
+from pdkernels._validation import check_type, refuse, sentence
+from pdkernels.models.text.chat import ChatTemplate, Messages, check_messages
 from pdkernels.models.text.token_bytes import skips_first_space, token_bytes
 from pdkernels.models.text.tokenizers import IncrementalDecoder, JsonTokenizer
 
@@ -42,6 +42,12 @@ class TheirTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the tokenizer adds."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """As that of `JsonTokenizer`, with the special tokens that its texts may name."""
+        source = getattr(self.given, "chat_template", None)
+        return None if source is None else ChatTemplate(source, self.tokenizer.special_tokens_map)
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """The ids of a chat up to the start of the model's answer. The template writes all special tokens."""
@@ -80,6 +86,10 @@ class TheirTokenizer:
 
 
 def adapted(tokenizer: Any) -> Any:
-    """Adapts a tokenizer of transformers; returns any other one unchanged."""
-    theirs = hasattr(tokenizer, "apply_chat_template") and not isinstance(tokenizer, TheirTokenizer)
-    return TheirTokenizer(tokenizer) if theirs else tokenizer
+    """Adapts a tokenizer of transformers; returns any other one unchanged. TypeError: it is none."""
+    if hasattr(tokenizer, "apply_chat_template") and not isinstance(tokenizer, TheirTokenizer):
+        return TheirTokenizer(tokenizer)
+    usable = all(hasattr(tokenizer, name) for name in ("encode", "decode"))
+    expectation = "have encode(text) and decode(ids)"
+    check_type(tokenizer is None or usable, OP, "tokenizer", expectation, type(tokenizer).__name__)
+    return tokenizer

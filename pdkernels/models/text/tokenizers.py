@@ -294,13 +294,20 @@ def naming(name: str, expectation: str) -> Iterator[None]:
         fail("models.load", name, expectation, reason[:200] or type(error).__name__)
 
 
+def incremental(tokenizer: Any) -> IncrementalDecoder:
+    """Decodes a stream of ids as a tokenizer does it, or by its `decode` if it has nothing else."""
+    decoder = getattr(tokenizer, "incremental", None)
+    stream: IncrementalDecoder = _JsonStream(tokenizer) if decoder is None else decoder()
+    return stream
+
+
 class _JsonStream:
     """Decodes new ids together with the piece before them, because a token's text may depend on the previous token.
 
     A piece that ends inside a character waits for the rest of it.
     """
 
-    def __init__(self, tokenizer: JsonTokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._context: list[int] = []
         self._new: list[int] = []
@@ -319,4 +326,5 @@ class _JsonStream:
         return text
 
     def _text(self) -> str:
-        return self._tokenizer.decode(self._context + self._new)[len(self._tokenizer.decode(self._context)) :]
+        text: str = self._tokenizer.decode(self._context + self._new)
+        return text[len(self._tokenizer.decode(self._context)) :]
