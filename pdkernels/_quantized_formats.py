@@ -99,9 +99,12 @@ def pack(layout: Layout, matrix: Quantized) -> Tensor:
 
 def unpack(layout: Layout, packed: Tensor, outputs: int, width: int) -> Quantized:
     """The inverse of `pack`; `packed` is on the CPU."""
-    codes = torch.empty(outputs, layout.blocks(width) * BLOCK, dtype=torch.uint8)
+    codes = torch.empty(outputs, layout.blocks(width) * BLOCK, dtype=torch.uint8, device="cpu")
     groups = layout.groups(width)
-    fields = {name: torch.empty(outputs, groups, count, dtype=dtype) for name, dtype, count in FIELDS[layout.scales]}
+    fields = {
+        name: torch.empty(outputs, groups, count, dtype=dtype, device="cpu")
+        for name, dtype, count in FIELDS[layout.scales]
+    }
     buffers = [_memory.buffer(field) for field in fields.values()]
     source = _memory.buffer(packed.contiguous())
     unpack_quantized(layout.number, source, outputs, width, _memory.buffer(codes), buffers)

@@ -227,7 +227,7 @@ class PagedKVCache(KVCacheBase):
             self._publish()
 
     def _publish(self) -> None:
-        table = torch.full(self.block_table.shape, self._absent, dtype=torch.int32)
+        table = torch.full(self.block_table.shape, self._absent, dtype=torch.int32, device="cpu")
         for row, pages in zip(table, self._pages):
-            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         self.block_table.copy_(table)

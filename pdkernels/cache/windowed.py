@@ -160,7 +160,7 @@ class WindowedCache(AdaptedSequences):
                 self.full = ContiguousKVCache(number, batch, self.capacity, *full, **where)
                 if self.full.device.type == "cpu":
                     # What it is to a kernel: a page for each sequence, so that all groups of layers have tables.
-                    self.full.block_table = torch.arange(batch, dtype=torch.int32)[:, None]
+                    self.full.block_table = torch.arange(batch, dtype=torch.int32, device="cpu")[:, None]
             else:
                 sizes = number, batch, batch * width, page_size, *full
                 self.full = PagedKVCache(*sizes, max_pages_per_sequence=width, **where)

@@ -144,7 +144,7 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         forced=None if session.grammar is None else session.grammar.forced_counts(session.tokens),
     )
     texts = session.written
-    ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in texts]
+    ids = [torch.tensor(sequence, dtype=torch.int64, device="cpu") for sequence in texts]
     text = None
     if session.model.tokenizer is not None:
         decode_text = session.text_of or session.model.tokenizer.decode

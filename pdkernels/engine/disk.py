@@ -251,7 +251,7 @@ class PrefixFolder:
             tensors = rows() if callable(rows) else rows
             if tensors is None:  # forgotten meanwhile, and with it what comes after
                 return
-            tensors = {**tensors, "tokens": torch.tensor(tokens, dtype=torch.int64)}
+            tensors = {**tensors, "tokens": torch.tensor(tokens, dtype=torch.int64, device="cpu")}
             data = save(tensors, _facts(name, tensors))
             while self.bytes + len(data) > self.limit and oldest:
                 self._delete(*oldest.popleft())
@@ -345,7 +345,7 @@ def rows_of_states(saved: SavedStates) -> Rows:
     [tensor([1., 1.]), tensor([0.])]
     """
     numbered = {f"{number:04d}": tensor.cpu() for number, tensor in enumerate(saved.tensors)}
-    return {**numbered, "lengths": saved.lengths.cpu(), "pending": torch.tensor(saved.pending)}
+    return {**numbered, "lengths": saved.lengths.cpu(), "pending": torch.tensor(saved.pending, device="cpu")}
 
 
 def states_of_rows(rows: Rows) -> SavedStates:

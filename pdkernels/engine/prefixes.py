@@ -41,7 +41,7 @@ class Prefixes:
     def find(self, owner: tuple[Any, ...], prompt: list[int]) -> PrefixHit:
         """The cache with the longest common beginning; the last token of a prompt is never part of it. An `owner` is a
         model, and what else rows depend on."""
-        tokens = torch.tensor(prompt[:-1], dtype=torch.int64)
+        tokens = torch.tensor(prompt[:-1], dtype=torch.int64, device="cpu")
         best, branch = (0, -1), 0
         for number, (other, cached, cache) in self._kept.items():
             if other == owner:
@@ -64,7 +64,7 @@ class Prefixes:
         """Copies the rows of a prompt, the first sequence of `cache`."""
         if not _SHORTEST <= len(prompt) <= self.limit:
             return
-        tokens, shorter = torch.tensor(prompt, dtype=torch.int64), list[int]()
+        tokens, shorter = torch.tensor(prompt, dtype=torch.int64, device="cpu"), list[int]()
         for number, (other, cached, owned) in list(self._kept.items()):
             if other != owner:
                 continue

@@ -91,7 +91,7 @@ def plot_canvas(
     check(bool(trace), "evaluation.plot_canvas", "trace", "hold steps", "an empty one")
     first = 0 if mask_token is None else trace[0].tokens.index(mask_token)
     columns = len(trace[0].tokens) - first
-    grid = torch.full((len(trace), columns), torch.nan)
+    grid = torch.full((len(trace), columns), torch.nan, dtype=torch.float32, device="cpu")
     for number, step in enumerate(trace):
         for position, confidence in step.confidence.items():
             grid[number, position - first] = confidence

@@ -165,10 +165,12 @@ def plot_wave(
     check(bool(trace), "evaluation.plot_wave", "trace", "hold steps", "an empty one")
     first = trace[0].cursor
     columns = max(step.cursor + len(step.tokens) for step in trace) - first
-    grid = torch.full((len(trace), columns), torch.nan)
+    grid = torch.full((len(trace), columns), torch.nan, dtype=torch.float32, device="cpu")
     for number, step in enumerate(trace):
         start = step.cursor - first
-        grid[number, start : start + len(step.tokens)] = torch.tensor(step.distance).clamp(1e-3, 2)
+        grid[number, start : start + len(step.tokens)] = torch.tensor(
+            step.distance, dtype=torch.float32, device="cpu"
+        ).clamp(1e-3, 2)
     cell = 0.17
     figure, axis = plt.subplots(
         figsize=(max(6, cell * columns + 2.4), max(3, cell * len(trace) + 1.3)), layout="constrained"

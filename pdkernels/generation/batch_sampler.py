@@ -113,7 +113,7 @@ class BatchSampler:
             rows_of.setdefault(cheapest, []).extend(row for row, sampler in enumerate(self._rows) if sampler is None)
             split = len(rows_of) > 1
             self._groups = [
-                (sampler, torch.tensor(rows).to(device, non_blocking=True) if split else None)
+                (sampler, torch.tensor(rows, device="cpu").to(device, non_blocking=True) if split else None)
                 for sampler, rows in rows_of.items()
             ]
         return self._groups

@@ -54,5 +54,5 @@ def rows_of(cache: Any, sequences: Sequence[int]) -> Any:
     """The cache itself, or some of its sequences, ascending."""
     if len(sequences) == len(cache.lengths):
         return cache
-    index = torch.tensor(sequences, dtype=torch.int64).to(cache.lengths.device, non_blocking=True)
+    index = torch.tensor(sequences, dtype=torch.int64, device="cpu").to(cache.lengths.device, non_blocking=True)
     return CacheRows(cache, index)

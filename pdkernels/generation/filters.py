@@ -120,8 +120,8 @@ class Filters:
         assert self.logit_bias is not None
         key = logits.shape[-1], logits.device
         if key not in self._biases:
-            row = torch.zeros(logits.shape[-1])
-            row[list(self.logit_bias)] = torch.tensor(list(self.logit_bias.values()), dtype=torch.float32)
+            row = torch.zeros(logits.shape[-1], dtype=torch.float32, device="cpu")
+            row[list(self.logit_bias)] = torch.tensor(list(self.logit_bias.values()), dtype=torch.float32, device="cpu")
             self._biases[key] = row.to(logits.device)
         return self._biases[key]
 
@@ -200,12 +200,12 @@ def unpacked(packed: Tensor, vocabulary: int) -> Tensor:
 @lru_cache
 def _octets(device: torch.device) -> Tensor:
     """For each byte its 8 bits as bytes, in one int64."""
-    bits = torch.arange(256)[:, None] >> torch.arange(8)
+    bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu")
     return (bits & 1).to(torch.uint8).view(torch.int64).flatten().to(device)
 
 
 def _ids(ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(list(ids), dtype=torch.int64).to(like.device, non_blocking=True)
+    return torch.tensor(list(ids), dtype=torch.int64, device="cpu").to(like.device, non_blocking=True)
 
 
 def _where(tokens: Sequence[int], rows: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class GrammarRows:
 
     def words(self, rows: Prefixes) -> Tensor:
         """As `Filters.allowed`: int32 ``(batch, R, ceil(V / 32))``."""
-        bits = torch.full((*rows.number.shape, self._width), -1, dtype=torch.int32)
+        bits = torch.full((*rows.number.shape, self._width), -1, dtype=torch.int32, device="cpu")
         seen = rows.read().seen if rows.seen is None else rows.seen
         assert seen is not None
         if rows.tokens.shape[1] == 0:
@@ -176,7 +176,7 @@ class GrammarRows:
         new_places = [at for at in range(len(new)) if old[at] == MASK != new[at]]
         if start < 0 or not new_places or filled(text.automaton, new, start, budget, with_tokens=False):
             return result
-        bits = torch.zeros(self._width, dtype=torch.int32)
+        bits = torch.zeros(self._width, dtype=torch.int32, device="cpu")
         canvas, order = old, sorted(new_places, key=lambda place: (-confidence[place], place))
 
         def with_first(places: Sequence[int]) -> list[int]:
@@ -237,7 +237,7 @@ class GrammarRows:
         """The words of the masks of a chunk: ``(masks, ceil(V / 32))``."""
         text, canvas = self._texts[sequence], self.canvas(tokens)
         masks = [at for at, token in enumerate(canvas) if token == MASK]
-        packed = torch.full((len(masks), self._width), -1, dtype=torch.int32)
+        packed = torch.full((len(masks), self._width), -1, dtype=torch.int32, device="cpu")
         filled_canvas = filled(text.automaton, canvas, text.start, 0) if text else None
         for row, at in enumerate(masks):
             if filled_canvas:
@@ -260,7 +260,7 @@ class GrammarRows:
         if text is None:
             return []
         state, draft = self._follow(text, text.start, tokens), list[int]()
-        bits = torch.zeros(self._width, dtype=torch.int32)
+        bits = torch.zeros(self._width, dtype=torch.int32, device="cpu")
         while state >= 0 and len(draft) < room and state != text.automaton.done:
             count, last = text.automaton.mask(state, text.limit - len(tokens) - len(draft) - 1, _buffer(bits))
             token = last if count == 1 else self._longest(text, state, bits)
@@ -322,7 +322,7 @@ class JoinedGrammars:
         """As `Filters.allowed`."""
         seen = rows.read().seen if rows.seen is None else rows.seen
         assert seen is not None
-        bits = torch.full((*rows.number.shape, (rows.vocabulary + 31) // 32), -1, dtype=torch.int32)
+        bits = torch.full((*rows.number.shape, (rows.vocabulary + 31) // 32), -1, dtype=torch.int32, device="cpu")
         for line, sequence in enumerate(seen.sequences):
             grammar = self.now[sequence] if sequence < len(self.now) else None
             if grammar is not None and grammar.failure is None:

@@ -21,8 +21,8 @@ class WrittenLogProbs:
         """For texts of at most `length` tokens, prompts included; with the `count` most probable tokens of each
         place."""
         self.count, self._none = min(count, vocabulary), length
-        self._own = torch.full((batch, length + 1), torch.nan, device=device)
-        self._top = torch.full((batch, length + 1, self.count), torch.nan, device=device)
+        self._own = torch.full((batch, length + 1), torch.nan, dtype=torch.float32, device=device)
+        self._top = torch.full((batch, length + 1, self.count), torch.nan, dtype=torch.float32, device=device)
         self._ids = torch.zeros(batch, length + 1, self.count, dtype=torch.int64, device=device)
 
     def write_(self, logits: Tensor, ids: Tensor, positions: Tensor, where: Tensor) -> None:
@@ -103,5 +103,6 @@ def log_probs(
             )
             chosen = distribution[rows, : len(ids)].gather(-1, ids[:, None])[:, 0]
             chunk.append((chosen.cpu(), top.indices[rows, : len(ids)].cpu(), top.values[rows, : len(ids)].cpu()))
-    empty = torch.zeros(0), torch.zeros(0, count, dtype=torch.int64), torch.zeros(0, count)
+    none = torch.zeros(0, count, dtype=torch.float32, device="cpu")
+    empty = none.new_zeros(0), none.long(), none
     return [LogProbs(*(torch.cat(column) for column in zip(*(chunk or [empty]), strict=True))) for chunk in chunks]

@@ -138,7 +138,7 @@ def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:
         check_type(is_list, op, "seed", "be an int or a list of ints", type(seed).__name__)
         seeds = list(cast(Sequence[int], seed))
         check(len(seeds) == batch, op, "seed", f"have one number for each of the {batch} sequences", len(seeds))
-    return torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in seeds])
+    return torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in seeds], device="cpu")
 
 
 def _is_number(value: object) -> bool:

@@ -64,7 +64,7 @@ def accepted_without_choice(logits: torch.Tensor, predictions: torch.Tensor, acc
 
 def to_device_async(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     """Rows as an int64 tensor on the device, in one copy that the host does not wait for."""
-    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 _BLOCK = 256  # no published model is trained on longer blocks

@@ -69,7 +69,7 @@ class SharedPrompts:
     def _continued(self, tokens: Tensor, cache: Any, counts: Tensor | None, rows: Tensor) -> Tensor:
         shared = [len(prompt) - 1 for prompt in self._prompts]
         width, device = max(shared), tokens.device
-        cached = torch.tensor(shared).to(device, non_blocking=True)
+        cached = torch.tensor(shared, device="cpu").to(device, non_blocking=True)
         if width > 0:
             # Of the kind that the texts' cache copies: with the last rows alone where that has no others.
             new_cache = getattr(cache, "another", None) or self.model.new_cache

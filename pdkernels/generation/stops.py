@@ -103,7 +103,7 @@ class Stops:
                 ends.append(end)
                 break
         for end in range(checked + 1, min([*ends, len(tokens)]) + 1) if self.criteria else ():
-            text = torch.tensor([prompt + tokens[:end]])
+            text = torch.tensor([prompt + tokens[:end]], device="cpu")
             if any(_holds(criterion(text, None)) for criterion in self.criteria):
                 ends.append(end)
                 break

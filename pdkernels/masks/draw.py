@@ -125,12 +125,15 @@ def _colours(mask: Picture, colours: dict[str, str]) -> Any:
 
     rows, columns = _sampled(mask.rows), _sampled(mask.columns)
     if rows.numel() == 0 or columns.numel() == 0:
-        return torch.tensor(HIDDEN, device="cpu").expand(1, 1, 3).numpy()
+        return torch.tensor(HIDDEN, dtype=torch.float32, device="cpu").expand(1, 1, 3).numpy()
     ids = mask.segment_ids.to(torch.int64)
-    palette = torch.tensor([to_rgb(colours[segment.kind]) for segment in mask.segments], device="cpu")[ids[columns]]
-    strength = torch.where(ids[rows, None] == ids[columns], 1.0, 0.5)[..., None]
+    kinds = [to_rgb(colours[segment.kind]) for segment in mask.segments]
+    palette = torch.tensor(kinds, dtype=torch.float32, device="cpu")[ids[columns]]
+    strength = 0.5 + (ids[rows, None] == ids[columns])[..., None].float() / 2
     shade = palette * strength + (1 - strength)
-    return torch.where(mask.visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN, device="cpu")).numpy()
+    return torch.where(
+        mask.visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN, dtype=torch.float32, device="cpu")
+    ).numpy()
 
 
 def _spans(mask: Picture, window: tuple[int, int]) -> Iterator[tuple[int, int, int]]:

@@ -112,11 +112,11 @@ def as_ids(texts: list[bytes]) -> Tensor:
     >>> as_ids([b"a", b"bc"]).tolist()
     [97, 256, 98, 99, 256]
     """
-    end = torch.tensor([ByteTokenizer.end_token], dtype=torch.int16)
+    end = torch.tensor([ByteTokenizer.end_token], dtype=torch.int16, device="cpu")
     encoded = [
         torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16), end]) for text in texts if text
     ]
-    return torch.cat([torch.empty(0, dtype=torch.int16), *encoded])
+    return torch.cat([torch.empty(0, dtype=torch.int16, device="cpu"), *encoded])
 
 
 def _problem(numbers: random.Random) -> Problem:

@@ -115,7 +115,7 @@ def draw_anchors(scored: Tensor, count: int, generator: torch.Generator | None =
     check_shape(op, "scored", scored, (1, None))
     rows = scored[0].cpu()
     candidates = 1 + (rows[1:] & rows[:-1]).nonzero()[:, 0]
-    return candidates[torch.randperm(len(candidates), generator=generator)[:count]].sort().values
+    return candidates[torch.randperm(len(candidates), generator=generator, device="cpu")[:count]].sort().values
 
 
 class DFlashLoss(NamedTuple):
@@ -232,7 +232,7 @@ def dflash_loss(
     check_number(_OP, "gamma", gamma, 1e-6, expectation="be positive")
 
     mask = anchored(lengths, anchors, size)
-    starts, offsets, ends = mask.anchor_rows, mask.offsets, torch.tensor(lengths).cumsum(0)
+    starts, offsets, ends = mask.anchor_rows, mask.offsets, torch.tensor(lengths, device="cpu").cumsum(0)
     taught = starts + offsets - first  # the row of `targets` that a row of a block learns from
     within = ends[torch.searchsorted(ends, starts, right=True)]
     own_text = taught + (labels == "text") < within  # and the token after it, where that is learnt

@@ -166,8 +166,11 @@ def attach_drafter_(
     check(rank >= 1, op, "rank", "be at least 1", rank)
     if not model.has_adapter:
         widths, hidden = [layer.output.shape[1] for layer in model.layers], model.config.hidden_size
-        first = [torch.randn(rank, width, generator=generator, device="cpu") for width in widths]
-        pairs = [(a * (scale / math.sqrt(a.shape[1])), torch.zeros(hidden, rank, device="cpu")) for a in first]
+        first = [torch.randn(rank, width, dtype=torch.float32, generator=generator, device="cpu") for width in widths]
+        pairs = [
+            (a * (scale / math.sqrt(a.shape[1])), torch.zeros(hidden, rank, dtype=torch.float32, device="cpu"))
+            for a in first
+        ]
         model.attach_adapter_(pairs)
     parameters = [
         parameter

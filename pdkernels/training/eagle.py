@@ -195,7 +195,7 @@ def eagle_loss(
     check(not together, _OP, "head", "guess token after token", "a P-EAGLE head")
     rollouts: Any = _Rollouts(head)
     hidden = head.fused(features[:, :-1])
-    total, weights = torch.zeros((), device=hidden.device), 0.0
+    total, weights = torch.zeros((), dtype=torch.float32, device=hidden.device), 0.0
     right, agreed = torch.ones((), dtype=torch.bool, device=hidden.device), []
     for depth in range(steps):
         rows, first = length - 1 - depth, 1 + depth

@@ -221,7 +221,7 @@ def draw_masks(
     if t is None:
         t = float(torch.rand((), dtype=torch.float64, generator=generator, device=generator.device))
     p_mask = (1 - min_p_mask) * t + min_p_mask
-    masked = torch.rand(count, generator=generator, device=generator.device) < p_mask
+    masked = torch.rand(count, dtype=torch.float32, generator=generator, device=generator.device) < p_mask
     masked[:frozen_prefix] = False
     return masked, p_mask
 

@@ -77,7 +77,7 @@ def pack_pasta(
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     padding = torch.full((packed.q_len - first,), pad_token, dtype=torch.int64, device="cpu")
     ar_rows, ar_labels = torch.cat([none, *rows]), torch.cat([none, *labels])
-    weights = torch.ones(len(ar_rows), device="cpu")
-    normaliser = torch.tensor(float(max(responses, 1)), device="cpu")
+    weights = torch.ones(len(ar_rows), dtype=torch.float32, device="cpu")
+    normaliser = torch.tensor(float(max(responses, 1)), dtype=torch.float32, device="cpu")
     text = torch.cat([*tokens, padding]), packed.positions, packed
     return PlannedBatch(*text, ar_rows, ar_labels, weights, none, none, none.float(), normaliser)

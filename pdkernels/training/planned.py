@@ -156,7 +156,7 @@ def lay_out(
             chunk_ids = _ids(op, "content", item.content, banned - {plan_tokens.pad})
             pads = 0
             if max_pads:
-                pads = int(torch.randint(max_pads + 1, (), generator=generator))
+                pads = int(torch.randint(max_pads + 1, (), generator=generator, device="cpu"))
             units = item.number
             if units is None:
                 units = max(1, -(-(len(chunk_ids) + pads) // plan_tokens.unit))
@@ -234,9 +234,11 @@ def draw_chunk_masks(
     check_flag(op, "tags", tags)
     rounds = max(int(layout.rounds.max()) + 1, 1)
     device = generator.device
-    shares = torch.rand(rounds if noise == "round" else 1, generator=generator, device=device).cpu()
+    shares = torch.rand(
+        rounds if noise == "round" else 1, generator=generator, dtype=torch.float32, device=device
+    ).cpu()
     shares = ((1 - min_p_mask) * shares + min_p_mask).expand(rounds)
-    chance = torch.rand(len(layout.tokens), generator=generator, device=device).cpu()
+    chance = torch.rand(len(layout.tokens), generator=generator, dtype=torch.float32, device=device).cpu()
     masked = (layout.rounds >= 0 if tags else layout.content) & (chance < shares[layout.rounds.clamp(min=0)])
     if noise == "one":
         chosen = torch.randint(rounds, (), generator=generator, device=device).cpu()
@@ -329,7 +331,9 @@ def pack_planned(
         plan = (~chunk).nonzero()[:, 0][max(layout.prompt_len - 1, 0) :]
         hidden = masked.nonzero()[:, 0]
         source = hidden if plan_tokens.predicts == "own" else hidden - 1
-        plans.append((clean_row[plan[:-1]] + first, ids[plan[1:]], torch.ones(len(plan) - 1, device="cpu")))
+        plans.append(
+            (clean_row[plan[:-1]] + first, ids[plan[1:]], torch.ones(len(plan) - 1, dtype=torch.float32, device="cpu"))
+        )
         chunks.append((noisy_row[source] + first, ids[hidden], 1 / p_mask[hidden]))
         masks.append(mask)
         tokens.append(sample_tokens)
@@ -337,7 +341,7 @@ def pack_planned(
     check(length is None or first <= length, op, "length", f"be at least the {first} tokens of the samples", length)
     packed_mask = pack(masks, length)
     padding = torch.full((packed_mask.q_len - first,), pad_token, dtype=torch.int64, device="cpu")
-    normaliser = torch.tensor(float(max(responses, 1)), device="cpu")
+    normaliser = torch.tensor(float(max(responses, 1)), dtype=torch.float32, device="cpu")
     return PlannedBatch(
         torch.cat([*tokens, padding]), packed_mask.positions, packed_mask, *_joined(plans), *_joined(chunks), normaliser
     )

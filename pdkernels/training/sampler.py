@@ -229,7 +229,7 @@ def train_sampler(
     best = copy.deepcopy(head.state_dict())
     for epoch in range(epochs):
         total = 0.0
-        batches = torch.randperm(len(steps.features), generator=generator).split(batch_size)
+        batches = torch.randperm(len(steps.features), generator=generator, device="cpu").split(batch_size)
         with torch.enable_grad():
             for chosen in batches:
                 active = steps.active[chosen]

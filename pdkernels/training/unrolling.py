@@ -53,10 +53,12 @@ def draw_recurrences(
     if law == "exponential":
         if mean == 1:
             return 1
-        uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
+        uniform = float(torch.rand((), generator=generator, dtype=torch.float64, device="cpu"))
         return max(1, math.ceil(math.log1p(-uniform) / math.log1p(-1 / mean)))
-    rate = math.exp(spread * float(torch.randn((), generator=generator)) - spread**2 / 2) * (mean - 1)
-    return 1 + int(torch.poisson(torch.tensor(rate), generator=generator))
+    rate = math.exp(
+        spread * float(torch.randn((), generator=generator, dtype=torch.float32, device="cpu")) - spread**2 / 2
+    ) * (mean - 1)
+    return 1 + int(torch.poisson(torch.tensor(rate, dtype=torch.float32, device="cpu"), generator=generator))
 
 
 def unrolled_logits(

@@ -171,7 +171,7 @@ def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
         for start in range(0, branches * length, length):
             line += [start + position for position in offsets]
         lines.append(line)
-    packed = torch.tensor(lines).to(device, non_blocking=True)
+    packed = torch.tensor(lines, device="cpu").to(device, non_blocking=True)
     all_asked = length == width and not waiting
     return _Step(
         drafts,

@@ -316,7 +316,8 @@ class Divergence:
         self.criterion, self.real = criterion, real
         self.state = state.clone()
         self.logits: torch.Tensor | None = None
-        self.before = torch.full((len(state),), 100.0 if criterion == "entropy-diff" else -1.0, device=state.device)
+        first = 100.0 if criterion == "entropy-diff" else -1.0
+        self.before = torch.full((len(state),), first, dtype=torch.float32, device=state.device)
         self.unchanged_checks = torch.zeros(len(state), dtype=torch.int64, device=state.device)
 
     def measure(self, state: torch.Tensor, logits: torch.Tensor | None, compared: bool) -> torch.Tensor:

@@ -274,7 +274,7 @@ def _followed(mask: TilePlan, positions: Tensor | None) -> list[int]:
     check(
         single, "Hybrid", "mask", "be one plan for all samples, at the same positions, without a cache", "stacked ones"
     )
-    at = torch.arange(mask.kv_len) if positions is None else positions.view(-1).cpu()
+    at = torch.arange(mask.kv_len, device="cpu") if positions is None else positions.view(-1).cpu()
     before = mask.dense().cpu() & (at == at[:, None] - 1)
     check(not bool((before.sum(1) > 1).any()), "Hybrid", "mask", "show one row before each row", "several")
     return torch.where(before.any(1), before.long().argmax(1), -1).tolist() if mask.kv_len else []

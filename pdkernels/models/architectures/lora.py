@@ -156,7 +156,7 @@ class AdaptedRows(NamedTuple):
             end = begin + rows if ends is None else ends[sequence + 1]
             if adapter is not None and begin < end:
                 places.setdefault(adapter, []).extend(range(begin, end))
-        numbers = torch.tensor([number for own in places.values() for number in own], dtype=torch.int64)
+        numbers = torch.tensor([number for own in places.values() for number in own], dtype=torch.int64, device="cpu")
         return cls([*places], numbers.to(device), [*accumulate(map(len, places.values()))]) if places else None
 
     def arguments(self, like: Tensor) -> AdaptedArguments:

@@ -62,13 +62,14 @@ def pieces_of(parents: Sequence[int], reach: int = 0) -> Pieces:
         place.append(len(by_depth[depth]))
         by_depth[depth].append(piece)
     ordered = [members[piece] for here in by_depth for piece in here]
-    rows = torch.tensor([piece + [count] * (width - len(piece)) for piece in ordered], dtype=torch.int64)
+    rows = torch.tensor([piece + [count] * (width - len(piece)) for piece in ordered], dtype=torch.int64, device="cpu")
     levels = [
-        torch.tensor([place[followed[piece]] if depth else -1 for piece in here]) for depth, here in enumerate(by_depth)
+        torch.tensor([place[followed[piece]] if depth else -1 for piece in here], device="cpu")
+        for depth, here in enumerate(by_depth)
     ]
-    at = torch.tensor([*parents, -1], dtype=torch.int64)
+    at = torch.tensor([*parents, -1], dtype=torch.int64, device="cpu")
     at = torch.where(at < 0, count, at)
-    ancestors, now = torch.empty(count, reach, dtype=torch.int64), torch.arange(count)
+    ancestors, now = torch.empty(count, reach, dtype=torch.int64, device="cpu"), torch.arange(count, device="cpu")
     for back in range(reach):
         ancestors[:, back] = now = at[now]
     return Pieces(rows, levels, ancestors)
@@ -132,8 +133,8 @@ def gated_delta(
     outputs_by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     rows = pieces.rows.flatten()
     # Every row is in one piece.
-    at = torch.empty(int(rows.max()) + 1 if rows.numel() else 0, dtype=torch.int64)
-    at[rows] = torch.arange(len(rows))
+    at = torch.empty(int(rows.max()) + 1 if rows.numel() else 0, dtype=torch.int64, device=rows.device)
+    at[rows] = torch.arange(len(rows), device=rows.device)
     return outputs_by_row[at[: int((rows < _count(pieces)).sum())]]
 
 

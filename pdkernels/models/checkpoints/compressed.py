@@ -90,7 +90,7 @@ class Compressed:
         groups = groups_of(width, self.group)
         half = 2 ** (self.bits - 1)
         if zeros is None:
-            zeros = torch.full((outputs, groups), half, dtype=torch.uint8)
+            zeros = torch.full((outputs, groups), half, dtype=torch.uint8, device="cpu")
         elif zeros.dtype == torch.int32:
             zeros = fields_of_words(zeros.T, self.bits, outputs).T
         else:

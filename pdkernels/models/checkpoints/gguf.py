@@ -264,7 +264,7 @@ def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> Rop
         shape = (head_dim // 2,)
         check(factors.shape == shape, OP, f"{file.name}: {_FACTORS}", f"have shape {shape}", factors.shape)
         _stored(file, _FACTORS, factors)
-        values = torch.empty(shape)
+        values = torch.empty(shape, dtype=torch.float32, device="cpu")
         file.read_into_(values, factors)
         return FactorScaling(tuple(values.tolist()))
     if rule == "none" or (rule == "linear" and factor == 1):
@@ -383,7 +383,7 @@ def _packed(file: GgufFile, name: str, in_order: Callable[[str, torch.Tensor], t
     tensor = file.tensors[name]
     *matrices, outputs, width = tensor.shape
     format = file.type_name(tensor)
-    turned = in_order(name, torch.arange(outputs)[:, None])
+    turned = in_order(name, torch.arange(outputs, device="cpu")[:, None])
     order = None if turned is None else turned.view(-1).tolist()
     count = matrices[0] if matrices else None
     with read_from(f"{file.name}: {shown(name)}"), file.bytes_of(tensor) as source:

@@ -162,7 +162,7 @@ def _tensors(config: TransformerConfig, kind: str, state: Mapping[str, Any]) -> 
         stacked = name.rpartition(".")[2] in ("experts_gate_up", "experts_down")
         for source, shape in sources.items():
             count = shape[int(stacked)]
-            indices = torch.arange(count)[:, None]
+            indices = torch.arange(count, device="cpu")[:, None]
             order = gguf.turned_rows(kind, config, source, indices)
             rows = slice(first, first + count)
             back = None if order is None else order.view(-1).argsort()
@@ -252,7 +252,7 @@ def _bytes(parameter: Tensor | QuantizedWeight, tensor: _Tensor) -> Tensor:
 def _rows(weight: QuantizedWeight, tensor: _Tensor) -> Tensor:
     part, first = _part(weight, tensor.rows)
     codes, fields = part.unpacked(weight.width)
-    order = torch.arange(tensor.rows.start - first, tensor.rows.stop - first)
+    order = torch.arange(tensor.rows.start - first, tensor.rows.stop - first, device="cpu")
     order = order if tensor.order is None else order[tensor.order]
     return _blocks(part.layout.bits, Quantized(codes[order], {name: piece[order] for name, piece in fields.items()}))
 
@@ -265,7 +265,7 @@ def _blocks(bits: int, matrix: Quantized) -> Tensor:
     if bits == 8:
         return torch.cat((*entries, codes ^ 128), -1)
     if bits == 5:
-        fifth = (codes >> 4).unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
+        fifth = (codes >> 4).unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8, device=codes.device)
         entries.append(fifth.sum(-1).to(torch.uint8))
     low, high = (codes & 15).split(BLOCK // 2, -1)
     return torch.cat((*entries, low | high << 4), -1)

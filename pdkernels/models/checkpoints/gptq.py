@@ -86,7 +86,7 @@ class Gptq:
         assert code_words is not None and zeros is not None and scales is not None
         order = tensor("g_idx")
         if order is not None and not torch.equal(
-            order, torch.arange(width, dtype=order.dtype) // (self.group or width)
+            order, torch.arange(width, dtype=order.dtype, device=order.device) // (self.group or width)
         ):
             expectation, actual = "number the groups of inputs in their order", "another order (act-order)"
             raise NotImplementedError(message(MATRIX, "g_idx", expectation, actual, _UNPERMUTED))

@@ -32,7 +32,7 @@ METHOD = "mxfp4"
 GGUF = METHOD.upper()
 GGUF_BYTES = 17
 """Of a block in a GGUF file: its exponent, and 16 bytes."""
-_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], device="cpu")
 _BIAS = 128  # of an exponent, with the factor 2 of `_DOUBLED`
 _HALF, _WIDE = Layout("half", 5, 1), Layout("float", 8, 1)
 _HALF_POWERS = (-24, 15)
@@ -60,7 +60,9 @@ def _powers(blocks: Blocks) -> tuple[Tensor, bool]:
     nothing = (blocks.numbers & 7).unflatten(1, (-1, BLOCK)).amax(-1) == 0
     power = blocks.exponents.int() - _BIAS
     in_range = (power >= _HALF_POWERS[0]) & (power <= _HALF_POWERS[1]) | nothing
-    return torch.ldexp(torch.ones(power.shape), power).masked_fill(nothing, 0), bool(in_range.all())
+    return torch.ldexp(torch.ones(power.shape, dtype=torch.float32, device=power.device), power).masked_fill(
+        nothing, 0
+    ), bool(in_range.all())
 
 
 def _weight(blocks: Blocks, layout: Layout) -> QuantizedWeight:

@@ -68,7 +68,7 @@ def layer_parts(body: TransformerConfig, prefix: str, source_prefix: str, width:
 
 def vocabulary_of(weights: Weights, size: int, target_size: int) -> Tensor:
     """The target's ids of the `size` tokens that are drafted, from their offsets in ``d2t``."""
-    ids = torch.arange(size)
+    ids = torch.arange(size, device="cpu")
     if "d2t" not in weights.stored:
         check(
             size == target_size,

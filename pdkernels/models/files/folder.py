@@ -122,7 +122,7 @@ class Weights:
         self.stored: dict[str, Stored] = {}
         self._open: dict[str, Any] = {}
         self._places: dict[str, tuple[Path, int]] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         file_of = _listed(folder) if files is None else {}
         for file in files or dict.fromkeys(file_of.values()) or _found(folder):
             self._read_header(folder / file, file)
@@ -173,7 +173,7 @@ class Weights:
         count = math.prod(pair[0].shape)
 
         def same(start: int, dtype: torch.dtype) -> bool:
-            pieces = [torch.empty(min(_COMPARED, count - start), dtype=dtype) for _ in pair]
+            pieces = [torch.empty(min(_COMPARED, count - start), dtype=dtype, device="cpu") for _ in pair]
             for piece, name_ in zip(pieces, (name, other)):
                 self.read_into_(piece, name_, start)
             return torch.equal(*pieces)
@@ -192,7 +192,7 @@ class Weights:
         if dtype == target.dtype:
             return self._read_bytes(flat, name, first)
         if self._buffer.numel() == 0:  # one for all tensors: the heap would not take a freed one again
-            self._buffer = torch.empty(_READ_BYTES, dtype=torch.uint8)
+            self._buffer = torch.empty(_READ_BYTES, dtype=torch.uint8, device="cpu")
         buffer, step = self._buffer.view(dtype), _READ_BYTES // dtype.itemsize
         for start in range(0, len(flat), step):
             piece = buffer[: len(flat) - start]

@@ -46,7 +46,7 @@ def packed_tensors(weight: QuantizedWeight, sources: Parts) -> tuple[dict[str, T
             )
         tensors[f"{module}.weight_packed"] = _words(codes[rows, :width], bits)
         tensors[f"{module}.weight_scale"] = fields["scale"][rows, :, 0].contiguous()
-        tensors[f"{module}.weight_shape"] = torch.tensor([outputs, width])
+        tensors[f"{module}.weight_shape"] = torch.tensor([outputs, width], device="cpu")
         kinds[module] = bits, group
         first += outputs
     return tensors, kinds
