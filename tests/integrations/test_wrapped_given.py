@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,8 @@ from pdkernels.integrations.transformers import from_transformers, quantize_line
 from tests.integrations.test_shadow import PROMPT, ours, small, theirs  # noqa: E402
 from tests.support.state import state_of  # noqa: E402
 from tests.support.transformers_names import VERSION  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["LoraConfig", "LoHaConfig", "IA3Config"])
@@ -222,6 +229,37 @@ def test_a_model_that_has_become_another_one_is_refused(way: str) -> None:
     for call in (lambda: ours(wrapped), lambda: wrapped(torch.tensor([PROMPT]))):
         with pytest.raises(ValueError, match="have the modules and adapters that it had when it was wrapped.*again"):
             call()
+
+
+def test_merged_adapters_that_are_switched_off_are_refused() -> None:
+    """A forward would take them out of the weights, and the next one of the model again."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+    model = peft.get_peft_model(small(), config).eval()
+    model.merge_adapter()
+    expected = theirs(model)
+    with model.disable_adapter(), pytest.raises(NotImplementedError, match=r"switched off.*unmerge_adapter"):
+        wrap(model)
+    assert theirs(model) == expected == ours(wrap(model))
+
+
+@pytest.mark.parametrize("family", ["Llama", "lfm2"])
+def test_a_wrapped_model_can_be_pickled(family: str, tmp_path: Path) -> None:
+    """A process that has not wrapped a model yet reads it."""
+    if family == "lfm2":
+        architectures = pytest.importorskip("scripts.architectures")
+        model = architectures.build(family, 0.4) if VERSION >= (5, 20) else pytest.skip("a newer architecture")
+    else:
+        model = small(family)
+    wrapped = wrap(model, mask_token=7)
+    wrapped.end_tokens = (5,)
+    expected = ours(wrapped)
+    copied = copy.deepcopy(wrapped)
+    assert ours(copied) == expected and (copied.mask_token, copied.end_tokens) == (7, (5,))
+    (tmp_path / "model").write_bytes(pickle.dumps(wrapped))
+    code = f"import pickle\nfrom tests.integrations.test_shadow import ours\nprint(ours(pickle.load(open({str(tmp_path / 'model')!r}, 'rb'))))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.strip().splitlines()[-1:] == [str(expected)], run.stderr
 
 
 @pytest.mark.parametrize("entry", [wrap, from_transformers])

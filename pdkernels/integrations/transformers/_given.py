@@ -24,6 +24,11 @@ def without_adapter(op: str, model: Any) -> Any:
             continue
         remedy = "pdkernels.models.from_callable takes any function from tokens to logits."
         raise NotImplementedError(message(op, "model", fault, f"{type(model).__name__} with {kind}", remedy))
+    modules = model.modules() if hasattr(model, "modules") else ()
+    # Their next forward takes them out of the weights, for all who use these.
+    if any(vars(module).get("merged_adapters") and vars(module).get("_disable_adapters") for module in modules):
+        expectation, remedy = "have no merged adapters that are switched off", "Call unmerge_adapter() first."
+        raise NotImplementedError(message(op, "model", expectation, type(model).__name__, remedy))
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

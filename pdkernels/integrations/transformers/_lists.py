@@ -17,6 +17,7 @@ from torch import Tensor
 from pdkernels._validation import message
 from pdkernels.generation.logprobs import scored
 from pdkernels.generation.params import SETTINGS
+from pdkernels.generation.session import inference
 
 _OP = "generate"
 
@@ -139,7 +140,7 @@ def _of_sequence(processor: Any, sequence: int) -> Any:
     return processor_copy
 
 
-@torch.inference_mode()
+@inference()
 def plain_logits(model: Any, prompts: list[list[int]], texts: list[list[int]]) -> list[Tensor]:
     """The model's logits of each new token, float32 ``(batch, V)``: 0 for texts that have ended."""
     lengths = torch.tensor([len(text) for text in texts], device="cpu")

@@ -166,6 +166,12 @@ class WrappedModel:
         self.end_tokens = _ends(model)
         self._places = {layer: place for place, layer in enumerate(config.attends)}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies are wrapped anew: a tree of modules has functions of ours in it, and another process must know them."""
+        copied = ("tokenizer", "mask_token", "end_tokens", "drafters")
+        state = {name: value for name, value in vars(self).items() if name in copied}
+        return _wrapped_again, (self.model, self.config.attention, self.config.predicts), state
+
     @property
     def keeps_rows(self) -> bool:
         """Whether `recompute` leaves the other rows of a cache as they are. Rows of recurrent layers cannot be computed
@@ -457,6 +463,12 @@ def _ends(model: Any) -> tuple[int, ...]:
 def _check_class(op: str, model: Any) -> None:
     is_decoder = all(hasattr(model, name) for name in ("base_model", "get_output_embeddings", "config"))
     check_type(is_decoder, op, "model", "be a decoder of transformers", type(model).__name__)
+
+
+def _wrapped_again(
+    model: Any, attention: Literal["causal", "bidirectional"], predicts: Literal["next", "own"]
+) -> WrappedModel:
+    return wrap(model, attention=attention, predicts=predicts)
 
 
 def _plain_model(op: str, model: Any) -> Any:
