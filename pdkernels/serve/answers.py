@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -14,8 +14,8 @@ from pdkernels.decoding import LogProbs
 from pdkernels.serve import log_probs
 from pdkernels.serve.calls import joined
 from pdkernels.serve.choices import Choice, New
-from pdkernels.serve.errors import error_body, of_failure
-from pdkernels.serve.gate import log_failure
+from pdkernels.serve.errors import error_body
+from pdkernels.serve.gate import told
 from pdkernels.serve.parser import Thought
 from pdkernels.serve.tagged import CallDelta
 
@@ -78,8 +78,8 @@ class Answer:
         ids = result.tokens.tolist()
         return log_probs.entries(self.chat, choice.tokenizer, ids, choice.text, result.logprobs, choice.marks)
 
-    async def events(self, with_usage: bool) -> AsyncIterator[str]:
-        """The events of a stream. Whoever stops reading cancels the answer."""
+    async def events(self, with_usage: bool) -> AsyncGenerator[str, None]:
+        """The events of a stream."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         # Of bounded length: what nobody reads waits in the generations, which keep the latest of what may still change.
         news: asyncio.Queue[tuple[int, New | None, BaseException | None]] = asyncio.Queue(_AHEAD)
@@ -121,10 +121,7 @@ class Answer:
             while unfinished:
                 index, new, error = await news.get()
                 if error is not None:
-                    text, status = of_failure(error)
-                    if status == 500:
-                        log_failure("POST", "a stream", error)
-                    yield f"data: {json.dumps(error_body(text, status))}\n\n"
+                    yield f"data: {json.dumps(error_body(*told(error)))}\n\n"
                     return
                 unfinished -= new is None
                 yield event([entry(index, new)], **none)
@@ -132,7 +129,6 @@ class Answer:
                 yield event([], usage=self.usage())
             yield "data: [DONE]\n\n"
         finally:
-            self.cancel()
             for reader in readers:
                 reader.cancel()
 

@@ -20,7 +20,7 @@ try:
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.middleware.cors import CORSMiddleware
-    from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from fastapi.responses import HTMLResponse, PlainTextResponse, Response
     from pydantic import ValidationError
     from starlette.exceptions import HTTPException
 except ModuleNotFoundError as missing:
@@ -42,7 +42,7 @@ from pdkernels.serve.options import MethodSettings, placed
 from pdkernels.serve.replays import filling, replay_page
 from pdkernels.serve.responses import add_responses
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest, Settings
-from pdkernels.serve.service import POLL, Service
+from pdkernels.serve.service import POLL, Service, Stream
 from pdkernels.serve.threads import in_thread
 from pdkernels.serve.tokenizing import add_tokenizer
 
@@ -182,7 +182,8 @@ def create_app(
 
     async def answered(request: Request, body: Settings, answer: Answer) -> Response:
         if body.stream:
-            return service.stream(answer.events(body.stream_options is not None and body.stream_options.include_usage))
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return Stream(answer.events(with_usage), answer.cancel)
         return await service.whole(request, answer, answer.whole())
 
     add_responses(app, service)
@@ -237,7 +238,7 @@ def create_app(
 
         handle = await in_thread(submit)
         if body.stream:
-            return StreamingResponse(filling(handle, engine.model.tokenizer), media_type="application/x-ndjson")
+            return Stream(filling(handle, engine.model.tokenizer), handle.cancel, "application/x-ndjson")
         try:
             while not handle.done:
                 await asyncio.sleep(POLL / 5)
@@ -245,7 +246,7 @@ def create_app(
                     return Response(status_code=499)
         finally:
             handle.cancel()
-        return HTMLResponse(replay_page(handle.result()))
+        return HTMLResponse(await in_thread(replay_page, handle))
 
     @app.api_route("/", methods=["GET", "HEAD"])
     async def page() -> Response:

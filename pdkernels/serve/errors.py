@@ -86,6 +86,8 @@ def error_body(message: str, status: int, parameter: str | None = None, code: st
 
 def of_failure(error: BaseException) -> tuple[str, int]:
     """What a request is answered that the engine has refused or could not finish, and the status."""
+    if isinstance(error, Refused):
+        return str(error), error.status
     if isinstance(error, (ValueError, TypeError, NotImplementedError)):
         return in_http_words(str(error)), 400
     if isinstance(error.__cause__, BrokenModel):

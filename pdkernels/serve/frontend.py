@@ -140,6 +140,7 @@ class Frontend:
         if body.echo and body.logprobs is not None:
             fault = "logprobs with echo would be those of the prompt too, which are not computed"
             raise Refused(fault, 400, "logprobs")
+        self._check_choices(len(prompts) * (body.n or 1))  # before the work that each takes
         if body.suffix:
             prompts = [self._infilled(body, prompt) for prompt in prompts]
         return Draft("text", prompts, body.max_tokens, asked_grammar(body), echo=body.echo)
@@ -153,6 +154,11 @@ class Frontend:
         if ends:
             body.stop_token_ids = list(dict.fromkeys((*(body.stop_token_ids or ()), *ends)))
         return ids
+
+    def _check_choices(self, count: int) -> None:
+        if count > self._max_choices:
+            fault = f"at most {self._max_choices} choices can be asked for at once, got {count}"
+            raise Refused(fault, 400, "n")
 
     def _check_model(self, body: Settings) -> None:
         """Checks the names of a request; an adapter that it calls the model becomes its adapter."""
@@ -168,13 +174,12 @@ class Frontend:
 
     def submit(self, body: Settings, draft: Draft, grammar: Grammar | None) -> Answer:
         """Submits a request that has been read, with the grammar that it asks for."""
+        self._check_model(body)  # its adapter may have been unloaded meanwhile
         kind, prompts, most, _, reading, echo = draft
         method = find(body.method or self.method)
         params, options = self.settings.of_request(body, method)
         count, seed, stops = params.n, cast(int, params.seed), params.stop_strings
-        if count * len(prompts) > self._max_choices:
-            fault = f"at most {self._max_choices} choices can be asked for at once, got {count * len(prompts)}"
-            raise Refused(fault, 400, "n")
+        self._check_choices(count * len(prompts))
         if body.provisional and not body.stream:
             raise Refused("provisional text comes in a stream", 400, "provisional")
         if body.stream_options is not None and not body.stream:

@@ -15,16 +15,17 @@ import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.responses import JSONResponse
 
-from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, shown
+from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, of_failure, shown
 
 LOG = logging.getLogger("pdkernels.serve")
 _OPEN = ("/", "/health")  # pages that need no key
 _PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.%]+\]|[^\s:@/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
+_URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
 
 
 class Escaped(JSONResponse):
@@ -33,6 +34,10 @@ class Escaped(JSONResponse):
     def render(self, content: Any) -> bytes:
         """Its bytes."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+class _Broken(Refused):
+    """A request whose body is not read to its end, so that its connection cannot go on."""
 
 
 class Gate:
@@ -75,11 +80,11 @@ class Gate:
             await send(message)
 
         try:
-            await self._admit(scope, receive, sending)
+            await self._admit(_in_origin_form(scope), receive, sending)
         except Refused as error:
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-            if error.status in (408, 413):
-                headers["Connection"] = "close"  # the rest of the body is not read
+            if isinstance(error, _Broken):
+                headers["Connection"] = "close"
             content = error_body(str(error), error.status, error.parameter, error.code)
             await Escaped(content, error.status, headers)(scope, receive, send)
         except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
@@ -93,6 +98,9 @@ class Gate:
         headers: dict[bytes, list[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value.decode("latin-1").strip())
+        body = await self._read(scope, headers, receive)
+        if body is None:
+            return
         self._check_host(scope, headers.get(b"host", []))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             self._check_origin(headers.get(b"origin", []), headers.get(b"host", []))
@@ -105,23 +113,27 @@ class Gate:
                 fault = "the API key is wrong" if key else "there is no API key: send Authorization: Bearer KEY"
                 raise Refused(fault, 401)
         coding = ", ".join(headers.get(b"content-encoding", ["identity"]))
-        if coding != "identity":
+        if coding.lower() != "identity":
             raise Refused(f"a body with Content-Encoding {shown(coding)} is not supported here", 415)
-        try:
-            announced = max(map(int, headers.get(b"content-length", ["0"])))
-            body = await asyncio.wait_for(self._body(receive, announced), self._seconds)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise Refused(f"the body must arrive within {self._seconds:g} seconds", 408) from None
-        if body is None:
-            return
         kind = headers.get(b"content-type", [""])[-1].partition(";")[0].strip().lower()
         is_json = kind == "application/json" or re.fullmatch(r"application/\S+\+json", kind)
         if scope["method"] == "POST" and (body or kind) and not is_json:
             raise Refused("the body must be a JSON object, sent with Content-Type: application/json", 400)
         await self._app(scope, _replayed(body, receive), send)
 
+    async def _read(self, scope: Any, headers: dict[bytes, list[str]], receive: Any) -> bytes | None:
+        """The body, before anything is refused, so that the next request of a connection begins behind it; None if the
+        client has gone."""
+        if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
+            fault = "a body with a Transfer-Encoding has no Content-Length, and is of HTTP/1.1"
+            raise _Broken(f"{fault}: its end is not certain", 400)
+        announced = max(map(int, headers.get(b"content-length", ["0"])))
+        try:
+            return await asyncio.wait_for(self._body(receive, announced), self._seconds)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise _Broken(f"the body must arrive within {self._seconds:g} seconds", 408) from None
+
     async def _body(self, receive: Any, announced: int) -> bytes | None:
-        """The body; None if the client has gone."""
         body, more = bytearray(), True
         while more and max(announced, len(body)) <= self._max_body:
             message = await receive()
@@ -130,7 +142,7 @@ class Gate:
             body.extend(message.get("body", b""))
             more = message.get("more_body", False)
         if max(announced, len(body)) > self._max_body:
-            raise Refused(f"the body must have at most {self._max_body} bytes", 413)
+            raise _Broken(f"the body must have at most {self._max_body} bytes", 413)
         return bytes(body)
 
     def _check_host(self, scope: Any, hosts: list[str]) -> None:
@@ -158,6 +170,14 @@ def log_failure(method: str, path: str, error: BaseException) -> None:
     LOG.error("%s %s failed: %s: %s%s", method, clipped(path, 100), type(error).__name__, reason, place)
 
 
+def told(error: BaseException) -> tuple[str, int]:
+    """What a stream says of its failure, and the status that would be; one of the server is in its log."""
+    text, status = of_failure(error)
+    if status == 500:
+        log_failure("POST", "a stream", error)
+    return text, status
+
+
 def is_loopback(host: str) -> bool:
     """Whether a name or an address is of this machine alone.
 
@@ -179,6 +199,16 @@ def _same_site(origin: str, host: str) -> bool:
         return port is not None and (page.hostname, page.port or port) == (here.hostname, here.port or port)
     except ValueError:
         return False
+
+
+def _in_origin_form(scope: Any) -> Any:
+    """A request whose target is a whole URL, as one for its path at its host: RFC 9112, 3.2.2."""
+    url = _URL.fullmatch(scope.get("raw_path") or b"")
+    if url is None:
+        return scope
+    path = url[2] or b"/"
+    headers = [(b"host", url[1]), *(field for field in scope["headers"] if field[0] != b"host")]
+    return {**scope, "headers": headers, "raw_path": path, "path": unquote(path.decode("ascii"))}
 
 
 def _replayed(body: bytes, receive: Any) -> Callable[[], Awaitable[Any]]:

@@ -6,7 +6,7 @@ Source: docs.anthropic.com/en/api/messages and /messages-streaming, and the type
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -17,8 +17,8 @@ from pydantic_core import PydanticCustomError
 
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
-from pdkernels.serve.errors import Refused, error_body, of_failure, renamed, shown
-from pdkernels.serve.gate import log_failure
+from pdkernels.serve.errors import Refused, error_body, renamed, shown
+from pdkernels.serve.gate import told
 from pdkernels.serve.messages import handed_on, part
 from pdkernels.serve.schema import (
     TO_FIRST,
@@ -33,7 +33,7 @@ from pdkernels.serve.schema import (
     Strict,
     one_of,
 )
-from pdkernels.serve.service import Service
+from pdkernels.serve.service import Service, Stream
 from pdkernels.serve.threads import in_thread
 
 _FIELDS = {
@@ -247,8 +247,8 @@ class _Writer:
                 self._content.append(_whole(block, is_cut))
         return {**self._head, "content": self._content, **self._ending(), "usage": self._usage()}
 
-    async def events(self) -> AsyncIterator[str]:
-        """The events of a stream. Whoever stops reading cancels the answer."""
+    async def events(self) -> AsyncGenerator[str, None]:
+        """The events of a stream."""
         try:
             none: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             start = {"input_tokens": len(self._choice.prompt), "output_tokens": 0}
@@ -258,12 +258,7 @@ class _Writer:
             yield _event("message_delta", delta=self._ending(), usage=self._usage())
             yield _event("message_stop")
         except Exception as error:
-            text, status = of_failure(error)
-            if status == 500:
-                log_failure("POST", "a stream", error)
-            yield _event("error", **error_body(text, status))
-        finally:
-            self._answer.cancel()
+            yield _event("error", **error_body(*told(error)))
 
     def _ending(self) -> dict[str, Any]:
         reason, stop = self._choice.reason, self._choice.stopped_by
@@ -318,7 +313,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
             answer = await service.chat(request, chat)
         writer = _Writer(body, answer)
         if body.stream:
-            return service.stream(writer.events())
+            return Stream(writer.events(), answer.cancel)
         return await service.whole(request, answer, writer.whole())
 
     @app.post("/v1/messages/count_tokens")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -18,8 +18,8 @@ from pydantic import Field
 
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
-from pdkernels.serve.errors import Refused, of_failure, renamed, shown
-from pdkernels.serve.gate import Escaped, log_failure
+from pdkernels.serve.errors import Refused, renamed, shown
+from pdkernels.serve.gate import Escaped, told
 from pdkernels.serve.messages import arguments_of, handed_on, part
 from pdkernels.serve.schema import (
     TO_FIRST,
@@ -34,7 +34,7 @@ from pdkernels.serve.schema import (
     Strict,
     one_of,
 )
-from pdkernels.serve.service import Service
+from pdkernels.serve.service import Service, Stream
 
 _ENCRYPTED = "reasoning.encrypted_content"
 _MAX_STORED = 1024
@@ -278,8 +278,8 @@ class _Writer:
             self._step(step, block, piece)
         return self._finished()
 
-    async def events(self) -> AsyncIterator[str]:
-        """The events of a stream. Whoever stops reading cancels the answer."""
+    async def events(self) -> AsyncGenerator[str, None]:
+        """The events of a stream."""
         try:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._response)
@@ -289,13 +289,8 @@ class _Writer:
             response = self._finished()
             yield self._event(f"response.{response['status']}", response=response)
         except Exception as error:
-            text, status = of_failure(error)
-            if status == 500:
-                log_failure("POST", "a stream", error)
-            failure = {"code": "server_error", "message": text}
+            failure = {"code": "server_error", "message": told(error)[0]}
             yield self._event("response.failed", response={**self._response, "status": "failed", "error": failure})
-        finally:
-            self._answer.cancel()
 
     def _event(self, kind: str, **fields: Any) -> str:
         content = {"type": kind, "sequence_number": self._number, **fields}
@@ -398,10 +393,10 @@ def add_responses(app: FastAPI, service: Service) -> None:
             answer = await service.chat(request, chat)
         writer = _Writer(body, chat, answer, store)
         if body.stream:
-            return service.stream(writer.events())
+            return Stream(writer.events(), answer.cancel)
         return await service.whole(request, answer, writer.whole())
 
-    @app.get("/v1/responses/{response_id}")
+    @app.api_route("/v1/responses/{response_id}", methods=["GET", "HEAD"])
     async def response(response_id: str, request: Request) -> Response:
         for name, value in request.query_params.multi_items():
             if not (value == "false" or (name.startswith("include") and value == _ENCRYPTED)):

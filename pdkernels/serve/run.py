@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import socket
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -11,12 +12,18 @@ from typing import Any
 
 from pdkernels._validation import sentence
 from pdkernels.serve.app import Limits
+from pdkernels.serve.errors import error_body
 
 _READ = 10  # seconds in which clients may read the rest of answers that have ended
 _WRITE = 10  # seconds in which an engine may write what it keeps
 _PIECE = 1 << 11  # bytes that are parsed at once
+_MAX_BEHIND = 1 << 20  # bytes that may come behind a request that is being answered
 _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # of Linux
 _LONGEST_WAIT = 2**31 - 1  # milliseconds that it takes
+_NO_HTTP = "what was sent is no request of HTTP/1.1, or its head is too long"
+_NO_HTTP_HEAD = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+)
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:
@@ -52,16 +59,18 @@ def listeners(host: str, port: int) -> list[socket.socket]:
 def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
     """uvicorn's protocol of a connection, in which no client makes others wait.
 
-    What has come is parsed in pieces, between which others have their turn: a body in chunks of a byte takes long. And
-    a connection is closed if the head of a request does not arrive within `seconds`, or if its client takes nothing of
-    an answer for `unread` seconds; uvicorn itself waits for ever.
+    What has come is parsed in pieces, between which others have their turn: a body in chunks of a byte takes long. No
+    more is read meanwhile, and what comes behind a request waits for its answer, up to a megabyte. A connection is
+    closed if the head of a request does not arrive within `seconds`, or if its client takes nothing of an answer for
+    `unread` seconds; uvicorn itself waits for ever.
     """
 
     class Fair(protocol):  # type: ignore[misc]
         _late: asyncio.TimerHandle | None = None
-        _data = b""
+        _scheduled = False
 
         def connection_made(self, transport: Any) -> None:
+            self._data = bytearray()
             super().connection_made(transport)
             self._wait()
             connection = transport.get_extra_info("socket")
@@ -72,23 +81,52 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
                     connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
 
         def data_received(self, data: bytes) -> None:
-            waiting, self._data = bool(self._data), self._data + data
-            if not waiting:
+            self._data += data
+            if self._answering and len(self._data) > _MAX_BEHIND:
+                self.transport.close()
+            elif not self._scheduled:
                 self._parse()
 
         def connection_lost(self, error: Exception | None) -> None:
-            self._data = b""
+            self._data.clear()
             self._stop()
             super().connection_lost(error)
 
-        def _parse(self) -> None:
-            if not self._data:
-                return
-            super().data_received(self._data[:_PIECE])
-            self._data = self._data[_PIECE:]
-            self._wait()
-            if self._data:
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._schedule()
+
+        def send_400_response(self, msg: str) -> None:
+            """What is no HTTP gets an error in the form of all others, unless an answer has begun."""
+            from h11 import IDLE, SEND_RESPONSE
+
+            if self.conn.our_state in (IDLE, SEND_RESPONSE):
+                content = json.dumps(error_body(_NO_HTTP, 400)).encode()
+                self.transport.write(_NO_HTTP_HEAD % len(content) + content)
+            self.transport.close()
+
+        @property
+        def _answering(self) -> bool:
+            """Whether a request has come whole, and not all of its answer has gone."""
+            return self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body)
+
+        def _schedule(self) -> None:
+            if self._data and not (self._answering or self._scheduled):
+                self._scheduled = True
                 self.loop.call_soon(self._parse)
+
+        def _parse(self) -> None:
+            self._scheduled = False
+            if self._data and not self._answering:
+                piece = bytes(self._data[:_PIECE])
+                del self._data[:_PIECE]
+                super().data_received(piece)
+                self._wait()
+            self._schedule()
+            if self._scheduled:
+                self.transport.pause_reading()
+            elif not self.flow.read_paused:
+                self.transport.resume_reading()
 
         def _wait(self) -> None:
             if self.cycle is not None and not self.cycle.response_complete:
@@ -115,12 +153,12 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
     """
     try:
         import uvicorn
-        from uvicorn.protocols.http.auto import AutoHTTPProtocol
+        from uvicorn.protocols.http.h11_impl import H11Protocol
     except ModuleNotFoundError as missing:
         remedy = "Install it with `pip install uvicorn`."
         raise ImportError(sentence("serve", "a server needs uvicorn", remedy)) from missing
     bounds = limits or Limits()
-    seconds, protocol = bounds.shutdown, fair(AutoHTTPProtocol, bounds.body_seconds, bounds.unread_seconds)
+    seconds, protocol = bounds.shutdown, fair(H11Protocol, bounds.body_seconds, bounds.unread_seconds)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

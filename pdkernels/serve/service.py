@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +22,30 @@ from pdkernels.serve.schema import ChatRequest, CompletionRequest
 from pdkernels.serve.threads import in_thread
 
 POLL = 0.25  # seconds between looks for a client that has gone
+
+
+class Stream(StreamingResponse):
+    """A response with events as they come. Whatever ends it calls `cancel`, also a client that goes before the first event.
+
+    Args:
+        events: are closed then.
+        cancel: ends what they come from.
+        kind: of the content.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[str, None], cancel: Callable[[], None], kind: str = "text/event-stream"
+    ) -> None:
+        super().__init__(events, media_type=kind)
+        self._events, self._cancel = events, cancel
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Sends it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
+            await self._events.aclose()
 
 
 class Service:
@@ -62,11 +86,6 @@ class Service:
             making.cancel()
             with suppress(BaseException):
                 await making
-
-    @staticmethod
-    def stream(events: AsyncIterator[str]) -> Response:
-        """The response with events as they come."""
-        return StreamingResponse(events, media_type="text/event-stream")
 
     def _bound(self, body: ChatRequest | CompletionRequest) -> None:
         if self._seconds is not None:

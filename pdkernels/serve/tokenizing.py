@@ -100,13 +100,16 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
         )
         return front.chat_tokens(chat)
 
-    @app.post("/tokenize", response_model_exclude_none=True)
-    @app.post("/v1/tokenize", response_model_exclude_none=True)
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-        ids = await in_thread(encoded, body)
+    def tokenized(body: TokenizeRequest) -> TokenizeResponse:
+        ids = encoded(body)
         longest = front.engine.max_prompt_tokens + front.engine.max_new_tokens
         texts = token_texts(front.engine.model.tokenizer, ids) if body.return_token_strs else None
         return TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=texts)
+
+    @app.post("/tokenize", response_model_exclude_none=True)
+    @app.post("/v1/tokenize", response_model_exclude_none=True)
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        return await in_thread(tokenized, body)
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")

@@ -15,6 +15,7 @@ from pdkernels.decoding import generate
 from tests.support.lora import random_adapter
 
 pytest.importorskip("fastapi")
+from pdkernels.serve import forms
 from tests.serve.clients import Chatting
 from tests.serve.test_http_options import CODE, client_with
 
@@ -107,6 +108,21 @@ def test_unloaded_while_it_is_served(client: Any, tmp_path: Path) -> None:
     engine.unload_adapter("brief")
     assert client.post("/v1/completions", json=CODE | {"model": "brief"}).status_code == 404
     assert client.get("/v1/models/brief").status_code == 404
+
+
+def test_unloaded_while_the_grammar_of_a_request_is_compiled(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, works = client.app.state.engine, forms.Grammar.regex
+    engine.load_adapter("brief", random_adapter(client.served, tmp_path / "brief", 4, 9))
+
+    def unloads(source: str) -> Any:
+        engine.unload_adapter("brief")
+        return works(source)
+
+    monkeypatch.setattr(forms.Grammar, "regex", unloads)
+    answer = client.post("/v1/completions", json=CODE | {"model": "brief", "regex": "[a-z]{3}"})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
 
 def test_deleted_over_http(client: Any, tmp_path: Path) -> None:

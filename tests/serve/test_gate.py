@@ -197,7 +197,8 @@ def test_a_client_that_sends_much_at_once_lets_others_in_between() -> None:
 
     async def received() -> None:
         connection = fair(Whole, 60.0)()
-        connection.connection_made(asyncio.Transport())
+        connection.flow = type("Flow", (), {"read_paused": True})
+        connection.connection_made(type("Transport", (asyncio.Transport,), {"pause_reading": lambda _: None})())
         connection.data_received(b"x" * 5000)
         connection.data_received(b"x" * 3000)
         for _ in range(9):
@@ -209,7 +210,7 @@ def test_a_client_that_sends_much_at_once_lets_others_in_between() -> None:
 
 def test_the_head_of_a_request_is_not_waited_for() -> None:
     """Neither the first of a connection nor a later one; a request that has come may take its time."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -217,7 +218,7 @@ def test_the_head_of_a_request_is_not_waited_for() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
 
-    with serving(slow, http=fair(AutoHTTPProtocol, 0.1), lifespan="off") as address:
+    with serving(slow, http=fair(H11Protocol, 0.1), lifespan="off") as address:
         host, port = address.removeprefix("http://").split(":")
         for before in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             with socket.create_connection((host, int(port)), timeout=30) as connection:
@@ -234,7 +235,7 @@ def test_the_head_of_a_request_is_not_waited_for() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_answer_that_nobody_reads_is_not_kept(stream: bool) -> None:
     """Its connection is closed, and the application hears that the client has gone. A slow reader gets all of it."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     size, pieces, gone = 1 << 24, 1 << 8, threading.Event()
 
@@ -251,7 +252,7 @@ def test_an_answer_that_nobody_reads_is_not_kept(stream: bool) -> None:
             pass
         gone.set()
 
-    with serving(large, http=fair(AutoHTTPProtocol, 60.0, 0.3), lifespan="off") as address:
+    with serving(large, http=fair(H11Protocol, 60.0, 0.3), lifespan="off") as address:
         host, port = address.removeprefix("http://").split(":")
         for reads in (True, False):
             gone.clear()
