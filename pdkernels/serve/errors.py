@@ -58,6 +58,10 @@ _REMEDY = re.compile(
 )
 
 
+NO_THREAD = "thread_unsupported_request"
+"""The code by which clients of Anthropic know that they must send a whole conversation."""
+
+
 class Refused(Exception):
     """A request that is answered with an error.
 
@@ -77,10 +81,11 @@ def error_body(message: str, status: int, parameter: str | None = None, code: st
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = None if parameter is None else clipped(parameter, 2 * _MAX_NAME)
     code = code or _CODES.get(status)
+    details = {"details": {"error_code": code}} if code == NO_THREAD else {}
     # The outer field is Anthropic's.
     return {
         "type": "error",
-        "error": {"message": clipped(message, _MAX_TEXT), "type": kind, "param": param, "code": code},
+        "error": {"message": clipped(message, _MAX_TEXT), "type": kind, "param": param, "code": code, **details},
     }
 
 

@@ -13,6 +13,7 @@ from pdkernels._validation import refuse
 from pdkernels.decoding import Grammar, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.generation.params import SamplingParams
+from pdkernels.generation.prompts import token_lists
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.choices import Choice, Rest
 from pdkernels.serve.errors import Refused, in_http_words, shown
@@ -108,8 +109,9 @@ class Frontend:
         self._check_model(body)
         if getattr(tokenizer, "chat_template", None) is None:
             raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
-        for name in {"messages", "tools"} & (body.chat_template_kwargs or {}).keys():
-            raise Refused(f"chat_template_kwargs: {name!r} has a field of its own", 400, "chat_template_kwargs")
+        for name in {"messages", "tools", "self"} & (body.chat_template_kwargs or {}).keys():
+            fault = "is no variable of a template" if name == "self" else "has a field of its own"
+            raise Refused(f"chat_template_kwargs: {name!r} {fault}", 400, "chat_template_kwargs")
         return source_of(tokenizer.chat_template, body)
 
     def prompt(self, body: ChatRequest, source: str) -> list[int]:
@@ -201,7 +203,8 @@ class Frontend:
                 if isinstance(prompt, str):
                     text, ids = prompt, tokenizer.encode(prompt)
                 elif echo:
-                    text = tokenizer.decode(prompt)
+                    (checked,), _ = token_lists(self.engine.model, prompt, self.engine.model.config.vocab_size)
+                    text = tokenizer.decode(checked)
                 ids = self._truncated(ids, body.truncate_prompt_tokens)
                 limit = self.limit(kind, len(ids), most, limit_field)
                 for number in range(count):

@@ -23,6 +23,7 @@ from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, of_fail
 
 LOG = logging.getLogger("pdkernels.serve")
 _OPEN = ("/", "/health")  # pages that need no key
+_DRAINED = 8  # times the largest body that are read of a larger one, so that its client hears why it is refused
 _PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.%]+\]|[^\s:@/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 _URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
@@ -128,20 +129,24 @@ class Gate:
             fault = "a body with a Transfer-Encoding has no Content-Length, and is of HTTP/1.1"
             raise _Broken(f"{fault}: its end is not certain", 400)
         announced = max(map(int, headers.get(b"content-length", ["0"])))
+        most = self._max_body * (1 if b"expect" in headers else _DRAINED)  # who expects an answer has sent nothing yet
         try:
-            return await asyncio.wait_for(self._body(receive, announced), self._seconds)
+            return await asyncio.wait_for(self._body(receive, announced, most), self._seconds)
         except (TimeoutError, asyncio.TimeoutError):
             raise _Broken(f"the body must arrive within {self._seconds:g} seconds", 408) from None
 
-    async def _body(self, receive: Any, announced: int) -> bytes | None:
-        body, more = bytearray(), True
-        while more and max(announced, len(body)) <= self._max_body:
+    async def _body(self, receive: Any, announced: int, most: int) -> bytes | None:
+        body, size, more = bytearray(), 0, True
+        while more and max(announced, size) <= most:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body.extend(message.get("body", b""))
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size <= self._max_body:
+                body.extend(piece)
             more = message.get("more_body", False)
-        if max(announced, len(body)) > self._max_body:
+        if max(announced, size) > self._max_body:
             raise _Broken(f"the body must have at most {self._max_body} bytes", 413)
         return bytes(body)
 

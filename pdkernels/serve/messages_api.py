@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
-from pdkernels.serve.errors import Refused, error_body, renamed, shown
+from pdkernels.serve.errors import NO_THREAD, Refused, error_body, renamed, shown
 from pdkernels.serve.gate import told
 from pdkernels.serve.messages import handed_on, part
 from pdkernels.serve.schema import (
@@ -165,6 +165,8 @@ class MessagesRequest(CountRequest, OneAnswer, Common):  # type: ignore[misc]
     ) = None
     metadata: _Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
+    thread: dict[str, Any] | None = None
+    """Is refused: no conversation is kept here."""
 
     def chat(self, **extra: Any) -> ChatRequest:
         """The same as a chat."""
@@ -307,6 +309,8 @@ def add_messages(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
+        if body.thread is not None:
+            raise Refused("thread is not supported here: send the whole conversation", 400, "thread", NO_THREAD)
         with renamed(_FIELDS):
             chat = body.chat()
         with renamed(_FIELDS, inside=False):

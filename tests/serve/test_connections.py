@@ -362,3 +362,43 @@ def test_a_stream_that_cannot_begin_is_cancelled(server: Any) -> None:
     while engine.metrics().finished.get("cancelled", 0) == before:
         assert time.monotonic() < deadline and engine.metrics().running + engine.metrics().waiting
         time.sleep(0.01)
+
+
+def test_a_body_that_is_too_large_is_told_so_after_it_was_sent(server: Any) -> None:
+    """Not by a reset connection, for clients that read when they have sent all; the largest are not waited for."""
+    address, _ = server
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}"
+    for size in (2 << 20, 7 << 20):
+        body = b"x" * size
+        chunks = b"".join(b"%x\r\n%b\r\n" % (1 << 16, body[: 1 << 16]) for _ in range(size >> 16)) + b"0\r\n\r\n"
+        for more, sent in ((f"Content-Length: {size}", body), ("Transfer-Encoding: chunked", chunks)):
+            status, words = error_of(exchanged(address, f"{head}{more}\r\n\r\n".encode() + sent))
+            assert status == 413 and "at most 1048576 bytes" in words
+    expecting = exchanged(address, f"{head}Content-Length: {2 << 20}\r\nExpect: 100-continue\r\n\r\n".encode())
+    assert expecting.startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("extra", [{}, {"echo": True}, {"echo": True, "truncate_prompt_tokens": 1}])
+@pytest.mark.parametrize("token", [-1, 257, 1 << 31, 1 << 70])
+def test_tokens_that_are_none_are_refused_by_their_field(server: Any, extra: Any, token: int) -> None:
+    """Whether or not they are shown before the answer."""
+    address, _ = server
+    if extra.get("truncate_prompt_tokens"):
+        extra = {**extra, "prompt": [token, 1]}
+    body = json.loads(BODY) | {"prompt": [1, token]} | extra
+    error = httpx.post(f"{address}/v1/completions", json=body).json()["error"]
+    assert error["param"] == "prompt" and "prompt must hold ids in 0 .. 256" in error["message"]
+
+
+def test_no_variable_of_a_template_is_called_self(server: Any) -> None:
+    address, _ = server
+    fields = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    for route, body in (
+        ("/v1/chat/completions", fields),
+        ("/v1/messages", fields),
+        ("/v1/responses", {"model": "tiny", "input": "a"}),
+        ("/tokenize", {"messages": fields["messages"]}),
+    ):
+        error = httpx.post(address + route, json=body | {"chat_template_kwargs": {"self": 1}}).json()["error"]
+        assert error["message"] == "chat_template_kwargs: 'self' is no variable of a template", route
+        assert error["param"] == "chat_template_kwargs"

@@ -116,3 +116,24 @@ def test_the_key_in_the_clients_own_header(serve: Any) -> None:
     assert create(client_of(address, "geheim")).content[0].text == "Yes."
     with pytest.raises(anthropic.AuthenticationError):
         create(client_of(address, "other"))
+
+
+def test_the_tool_runner_goes_on_without_a_thread(serve: Any) -> None:
+    """It asks the server to keep the conversation, and sends all of it where that is refused by this code."""
+    address, _ = serve_speaking(serve, SAID, "It rains.", template=QWEN)
+    client, cities = client_of(address), list[str]()
+
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
+    def get(city: str) -> str:
+        """Looks it up."""
+        cities.append(city)
+        return "rain"
+
+    for stream in (False, True):
+        runner = client.beta.messages.tool_runner(**ASKED, tools=[get], stream=stream, extra_body={"temperature": 0})
+        messages = [message.get_final_message() if stream else message for message in runner]
+        assert [message.stop_reason for message in messages] == ["tool_use", "end_turn"]
+        assert messages[-1].content[0].text == "It rains."
+    assert cities == ["Rome", "Rome"]
+    with pytest.raises(anthropic.BadRequestError, match="thread is not supported here"):
+        create(client, extra_body={"thread": {"type": "create"}})
