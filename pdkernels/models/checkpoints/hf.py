@@ -249,16 +249,14 @@ def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Windo
     short = size is not None and size < positions
     # Others hide something too, in texts that are longer than all positions.
     computed = size is not None and (short or (defaults.windows and not (types and defaults.unswitched)))
+    switched = not defaults.switched or fields.flag("use_sliding_window", False)
+    listed = layers if computed and switched else 0
     # Nothing is made for each layer of a config that no file holds.
-    check(
-        not computed or layers <= MAX_LAYERS, OP, "num_hidden_layers", f"be at most {MAX_LAYERS} with windows", layers
-    )
-    listed = layers if computed else 0
+    check(listed <= MAX_LAYERS, OP, "num_hidden_layers", f"be at most {MAX_LAYERS} with windows", layers)
     slides = [defaults.unswitched or fields.flag("use_sliding_window", True, null=False)] * listed
     if defaults.switched:
-        switched = fields.flag("use_sliding_window", False)
         first = fields.integer("max_window_layers", 28, minimum=0, null=0 if defaults.all_slide else None)
-        slides = [switched and (defaults.all_slide or first <= layer) for layer in range(listed)]
+        slides = [defaults.all_slide or first <= layer for layer in range(listed)]
         if types and not defaults.all_slide:
             slides = [kind == "sliding_attention" for kind in types]
             check(len(slides) == layers, OP, "config.json: layer_types", f"name {layers} layers", len(slides))
