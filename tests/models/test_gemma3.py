@@ -16,6 +16,7 @@ from pdkernels.models.checkpoints import gemma3
 
 transformers = pytest.importorskip("transformers", reason="builds models with transformers", minversion="5.20")
 from tests.integrations.test_shadow import small  # noqa: E402
+from tests.support.lora import random_adapter  # noqa: E402
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 SIZES = {"num_hidden_layers": 3, "layer_types": KINDS, "head_dim": 16, "max_position_embeddings": 256}
@@ -275,6 +276,16 @@ def test_adapters(saved: list[str] | None, tmp_path: Path) -> None:
     cache.adapt_([plain.adapters["a"]])
     with torch.inference_mode():
         torch.testing.assert_close(plain(tokens, cache=cache), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_norms_beside_an_adapter_are_rounded_once(tmp_path: Path) -> None:
+    """1 is added in the model's dtype, not in the file's."""
+    a_model().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    plain: Any = models.load(tmp_path / "base", dtype=torch.float32)
+    adapter = random_adapter(plain, tmp_path / "lora", 4, 0)
+    own: Any = models.load(tmp_path / "base", dtype=torch.float32, adapter=adapter)
+    assert not torch.equal(own.layers[0].qkv, plain.layers[0].qkv) and torch.equal(own.norm, plain.norm)
 
 
 def by_scores(text: str) -> list[int]:

@@ -290,3 +290,13 @@ def test_the_choice_of_experts() -> None:
 def test_an_adapter_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="adapters are for checkpoints in the usual order of components"):
         models.load(folder, adapter=tmp_path)
+
+
+def test_other_names_have_another_order(folder: Path) -> None:
+    """Tensors with the names of Hugging Face would lose experts for every row, and rotate other components."""
+    model = models.load(folder, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="be one whose tensors are parts of ours, got LLaDA2"):
+        models.to_hf_state_dict(model.state_dict(), model.config)
+    config = models.TransformerConfig(vocab_size=9, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=8, rope_style="interleaved")  # fmt: skip
+    with pytest.raises(NotImplementedError, match="got a rotation of adjacent components"):
+        models.to_hf_state_dict(models.Transformer(config).state_dict(), config)
