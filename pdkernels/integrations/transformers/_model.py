@@ -403,7 +403,7 @@ def wrap(
 
     It runs with our attention and caches in evaluation mode, as a second tree of modules with the same weights. New
     values of weights, ``model.to(...)`` and hooks are followed; after replacing modules or switching adapters, call
-    `wrap` again. A few random tokens are first compared with the model's own forward, and a model whose results differ
+    `wrap` again: a text is refused until then. A few random tokens are first compared with the model's own forward, and a model whose results differ
     is refused. That happens once per model and configuration. Prompts of vision-language models are text only.
 
     Block-causal models that fill masks (LLaDA2) are causal ones whose rows predict their own token: ``wrap(model,
