@@ -23,7 +23,7 @@ class StepCosts(NamedTuple):
     """What each sequence after the first adds, beside its rows."""
     guess: float = 0.0
     """What a drafter takes for a guess."""
-    packed: float = 0.0
+    packing: float = 0.0
     """What a step adds whose sequences have different numbers of rows, without padding."""
     wake: float = 0.0
     """What a step of one row costs in addition if it keeps what a drafter reads of it. Without that there is no draft
@@ -82,7 +82,7 @@ def step_costs(model: Any, slots: int, batch: int, guess: float = 0.0) -> StepCo
     times = kept_row_times(inner)
     seconds = [times.between(rows) for rows in range(1, batch * slots + 1)]
     costs = StepCosts.of_rows(seconds, times.sequence if batch > 1 else 0.0, guess)
-    return costs._replace(packed=times.packed if batch > 1 else 0.0)
+    return costs._replace(packing=times.packing if batch > 1 else 0.0)
 
 
 def guess_seconds(drafter: Any, batch: int) -> float:

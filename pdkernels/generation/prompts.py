@@ -118,7 +118,8 @@ def _check_integers(name: str, array: Any) -> None:
         integral = not (array.is_floating_point() or array.is_complex() or (array.dtype == torch.bool and not masks))
     else:
         integral = array.dtype.kind in ("iub" if masks else "iu")
-    check_type(integral, _OP, name, "be an integer tensor", array.dtype)
+    expectation = "be a tensor of integers or bools" if masks else "be an integer tensor"
+    check_type(integral, _OP, name, expectation, array.dtype)
 
 
 def _of_tokenizer(encoding: Mapping[str, Any]) -> tuple[list[list[int]], bool]:

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 
@@ -40,7 +41,7 @@ class RowTimes(NamedTuple):
     slope: float
     sequence: float = 0.0
     """Seconds that a row of another sequence takes longer than another row of the same one, where that was measured."""
-    packed: float = 0.0
+    packing: float = 0.0
     """Seconds that a forward takes longer if its sequences have different numbers of rows, where that was measured."""
 
     @property
@@ -211,7 +212,7 @@ def _wait(device: torch.device) -> None:
 
 
 _kept: dict[str | None, RowTimes] = {}
-_of_functions: WeakKeyDictionary[Any, dict[type, dict[str | None, RowTimes]]] = WeakKeyDictionary()
+_of_functions: dict[int, dict[type, dict[str | None, RowTimes]]] = {}
 _SEVERAL = 8  # sequences with a row each
 _PATIENCE = 2.0  # seconds: small models have all repeats, large ones a few
 _FRESH, _KEPT = 3600.0, 7 * 86400.0
@@ -253,8 +254,8 @@ class _Record(NamedTuple):
     def times(self) -> RowTimes:
         times = fit_row_times(self.rows, list(accumulate(self.seconds, max)))  # more rows never take less time
         further = max(0.0, self.several - times.between(_SEVERAL))
-        packed = max(0.0, self.packed - times.between(_SEVERAL + 1) - further)
-        return times._replace(sequence=further / (_SEVERAL - 1), packed=packed)
+        packing = max(0.0, self.packed - times.between(_SEVERAL + 1) - further)
+        return times._replace(sequence=further / (_SEVERAL - 1), packing=packing)
 
 
 def _measurable(model: Any) -> tuple[list[int], int]:
@@ -302,25 +303,33 @@ def kept_row_times(model: Any) -> RowTimes:
     return kept[name]
 
 
-def _holder_of(model: Any) -> Any:
-    """What has the parameters of a model: itself, or what it wraps; the innermost one where none are to be seen."""
-    inner = getattr(model, "model_itself", model)
-    while not hasattr(inner, "named_parameters") and (wrapped := getattr(inner, "model", None)) is not None:
-        inner = wrapped
-    return inner
+def _holders(model: Any) -> list[Any]:
+    """A model and what it wraps, the innermost last: down to what has parameters, or to what can be seen."""
+    holders = [getattr(model, "model_itself", model)]
+    while not hasattr(holders[-1], "named_parameters"):
+        wrapped = getattr(holders[-1], "model", None)
+        if wrapped is None or isinstance(wrapped, MethodType):  # a method is another object each time
+            break
+        holders.append(wrapped)
+    return holders
 
 
 def _of_function(model: Any) -> dict[str | None, RowTimes]:
-    """The times of a model without parameters, and of what runs it in another way."""
-    try:
-        return _of_functions.setdefault(_holder_of(model), {}).setdefault(type(model), {})
-    except TypeError:  # it has no hash, or takes no weak reference
-        return {}
+    """The times of a model without parameters, and of what runs it in another way: as long as what it wraps is there."""
+    for holder in reversed(_holders(model)):
+        if id(holder) not in _of_functions:
+            try:
+                finalize(holder, _of_functions.pop, id(holder), None)
+            except TypeError:  # it takes no weak reference
+                continue
+        return _of_functions.setdefault(id(holder), {}).setdefault(type(model), {})
+    return {}
 
 
 def _name_of(model: Any) -> str | None:
     """None: no parameters are to be seen."""
-    inner, module = getattr(model, "model_itself", model), _holder_of(model)
+    holders = _holders(model)
+    inner, module = holders[0], holders[-1]
     if not hasattr(module, "named_parameters"):
         return None
     tensors = *module.named_parameters(), *module.named_buffers()

@@ -32,8 +32,8 @@ class Times:
 
     sequence = 0.0
 
-    def __init__(self, costs: Sequence[float], packed: float = 0.0) -> None:
-        self.costs, self.packed = costs, packed
+    def __init__(self, costs: Sequence[float], packing: float = 0.0) -> None:
+        self.costs, self.packing = costs, packing
 
     def between(self, rows: int) -> float:
         """The last rows cost alike."""
@@ -211,8 +211,8 @@ def test_what_packing_costs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of several sequences share a forward without padding: one that costs more than its guesses can gain is not tried."""
     model = small_transformer(1, head_dim=16).float()
     prompts, longest = [[3, 1, 4] * 6, [2, 7] * 8], list[int]()
-    for packed in (0.0, 1.5):
-        times = Times([1 + 0.05 * n for n in range(16)], packed)
+    for packing in (0.0, 1.5):
+        times = Times([1 + 0.05 * n for n in range(16)], packing)
         monkeypatch.setattr("pdkernels.decoding.costs.kept_row_times", lambda model, times=times: times)
         options: dict[str, Any] = {"max_new_tokens": 40, "end_tokens": (), "trace": True}
         found = generate(model, prompts, "jacobi", draft="lookup", block_size="auto", **options)
@@ -293,7 +293,7 @@ def test_a_busy_machine_is_not_remembered(home: Path, monkeypatch: pytest.Monkey
     def found() -> list[float]:
         row_times._kept.clear()  # as in another process
         times = row_times.kept_row_times(model)
-        return [times.between(1), times.sequence, times.packed]
+        return [times.between(1), times.sequence, times.packing]
 
     monkeypatch.setattr(row_times, "_row_seconds", measure)
     monkeypatch.setattr(row_times.time, "time", lambda: clock[0])
@@ -336,6 +336,7 @@ def test_every_method_measures(home: Path) -> None:
         found = generate(model, [3, 1, 4], method, block_size="auto", max_new_tokens=16, end_tokens=(), **options)
         assert torch.equal(found.tokens, expected)
     assert len(json.loads(home.read_text())) == 5  # the model, its small drafter, its heads
+    generate(model, [[3, 1, 4], [1, 5]], "linear_self_speculation", block_size="auto", max_new_tokens=8)
 
 
 @pytest.mark.parametrize(

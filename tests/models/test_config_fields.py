@@ -259,11 +259,3 @@ def test_the_limit_of_yarn(tmp_path: Path) -> None:
         ({"rope_type": "linear", "factor": 4.0}, 64),
     ):
         assert models.from_hf_config({**base("qwen2"), "rope_scaling": scaling}).max_positions == expected
-
-
-@pytest.mark.parametrize("kind", ["mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
-@pytest.mark.filterwarnings("ignore")
-def test_a_window_of_all_positions_hides_what_is_before_them(kind: str, tmp_path: Path) -> None:
-    """A forward takes more tokens than a model has positions."""
-    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
-    assert check({**base(kind), "max_position_embeddings": 8, **window}, (), tmp_path) == "equal"

@@ -235,7 +235,7 @@ def test_the_layers_with_a_window_of_a_gguf_file(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"attention.sliding_window_pattern": [False] * 6}, "sliding_window_pattern must be every layer but each of number 6"),
+        ({"attention.sliding_window_pattern": [False] * 6}, "sliding_window_pattern must give a window to all layers but every 6th"),
         ({"attention.key_length_swa": 8}, r"gemma3.attention.key_length_swa must be attention.key_length \(16\), got 8"),
         ({"rope.dimension_count_swa": 8}, "rope.dimension_count_swa must be rope.dimension_count"),
         ({"nextn_predict_layers": 1}, "gemma3.nextn_predict_layers must be 0, got 1"),

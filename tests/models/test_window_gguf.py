@@ -123,7 +123,7 @@ def test_the_layers_that_a_file_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "error", "text"),
     [
-        ("olmo3", {"attention.sliding_window_pattern": [True] * 4}, NotImplementedError, "be every layer but each of number 4"),
+        ("olmo3", {"attention.sliding_window_pattern": [True] * 4}, NotImplementedError, "give a window to all layers but every 4th"),
         ("olmo3", {"rope.freq_base_swa": 1e4}, NotImplementedError, r"freq_base_swa must be rope.freq_base \(500000.0\)"),
         ("gpt_oss", {"attention.sliding_window": None}, ValueError, "attention.sliding_window must be .* got 0"),
         ("gpt_oss", {"attention.sliding_window_pattern": 0}, ValueError, "sliding_window_pattern must be .* got 0"),

@@ -338,6 +338,8 @@ class LinearSteps(DraftSteps):
 class DraftPass:
     """A draft pass as a model whose forwards can be timed: rows of masks that see each other, and a token of each."""
 
+    packs_rows = False
+
     def __init__(self, model: Any, mask_token: int) -> None:
         self.model, self.mask_token = model, mask_token
 

@@ -185,7 +185,7 @@ def layout_of(config: HybridConfig, kind: str, file: str) -> Layout:
 
 
 def published(config: HybridConfig, kind: str) -> Layout:
-    """The tensors under their published names, in whose order and with whose numbers only those of LFM2 are stored."""
+    """The tensors under their published names. Only files of LFM2 store them in that order and with those numbers."""
     layout = hybrid_hf.layout(config, PUBLISHED[kind])
     return layout._replace(turned=_not_turned) if kind == QWEN35 else layout
 

@@ -17,15 +17,15 @@ _PATTERN, _BASE, _LOCAL_BASE = "attention.sliding_window_pattern", "rope.freq_ba
 
 
 def windows_of(fields: Keys, size: int, period: int) -> tuple[Window | None, ...]:
-    """Of each layer. Each layer of the number `period` sees the whole text, or of the file's; of a list, some releases
-    of llama.cpp take no notice."""
+    """Of each layer. Every `period`-th layer sees the whole text; the file may name another period. Some releases of
+    llama.cpp ignore a list, so one that says anything else is refused."""
     layers, pattern = fields.integer("block_count"), fields.get(_PATTERN)
     check(layers <= MAX_LAYERS, OP, f"{fields.where}.block_count", f"be at most {MAX_LAYERS}", layers)
     if pattern is not None and not isinstance(pattern, (list, Kept)):
         period = fields.integer(_PATTERN, minimum=1)
     windows = tuple(None if (layer + 1) % period == 0 else Window(size) for layer in range(layers))
     if isinstance(pattern, (list, Kept)) and [bool(slides) for slides in pattern] != [*map(bool, windows)]:
-        _refuse(fields, _PATTERN, f"be every layer but each of number {period}", pattern)
+        _refuse(fields, _PATTERN, f"give a window to all layers but every {period}th", pattern)
     return windows
 
 

@@ -235,7 +235,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Window | None, ...]:
-    """Of each layer; empty: no layer has one."""
+    """Of each layer; empty: none is shorter than the longest text."""
     layers = fields.integer("num_hidden_layers")
     types = fields.get("layer_types") or []
     valid = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
@@ -247,10 +247,8 @@ def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Windo
     demand(other in allowed, "layer_types", "be 'full_attention' for every layer", shown(other))
     size = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else defaults.window
     short = size is not None and size < positions
-    # Others hide something too, in texts that are longer than all positions.
-    computed = size is not None and (short or (defaults.windows and not (types and defaults.unswitched)))
     switched = not defaults.switched or fields.flag("use_sliding_window", False)
-    listed = layers if computed and switched else 0
+    listed = layers if short and switched else 0
     # Nothing is made for each layer of a config that no file holds.
     check(listed <= MAX_LAYERS, OP, "num_hidden_layers", f"be at most {MAX_LAYERS} with windows", layers)
     slides = [defaults.unswitched or fields.flag("use_sliding_window", True, null=False)] * listed
@@ -262,7 +260,7 @@ def _windows(fields: Fields, defaults: _Defaults, positions: int) -> tuple[Windo
             check(len(slides) == layers, OP, "config.json: layer_types", f"name {layers} layers", len(slides))
             expectation = "be 'full_attention' without use_sliding_window"
             demand(switched or not any(slides), "layer_types", expectation, "other layers")
-    if size is None or not computed or not any(slides):
+    if size is None or not short or not any(slides):
         return ()
     demand(defaults.windows, "sliding_window", f"be absent or cover all {positions} positions", size)
     # Their classes differ in which of the two they follow.

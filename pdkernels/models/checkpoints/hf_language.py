@@ -9,7 +9,7 @@ from pdkernels.models.files.fields import Fields
 
 _INNER = "text_config"
 _OUTER = ("tie_word_embeddings",)
-"""Fields that count outside, where they are: by them the whole model is made and saved."""
+"""Fields that count outside alone, absent ones included: by them the whole model is made and saved."""
 
 
 def language_fields(fields: Fields) -> Fields:
@@ -18,8 +18,11 @@ def language_fields(fields: Fields) -> Fields:
     >>> outer = Fields({"tie_word_embeddings": False, "text_config": {"vocab_size": 5, "tie_word_embeddings": True}})
     >>> language_fields(outer).given
     {'vocab_size': 5, 'tie_word_embeddings': False}
+    >>> language_fields(Fields({"text_config": {"tie_word_embeddings": True}})).given
+    {}
     """
     if _INNER not in fields.values:
         return fields
     inner = fields.part(_INNER)
-    return Fields({**inner.given, **{name: fields.given[name] for name in _OUTER if name in fields.given}}, inner.where)
+    own = {name: value for name, value in inner.given.items() if name not in _OUTER}
+    return Fields({**own, **{name: fields.given[name] for name in _OUTER if name in fields.given}}, inner.where)

@@ -13,6 +13,7 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.checkpoints.hf_windows import require_alike
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
@@ -54,6 +55,7 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
     """
     fields = Fields(config)
     fields.require(_REQUIRED)
+    require_alike(fields)
     for name, published in _OTHER_NAMES.items():
         same = fields.values.get(name, fields.get(published)) == fields.get(published)
         check(same, OP, f"config.json: {name}", f"equal {published}, which means the same", shown(fields.get(name)))

@@ -15,6 +15,7 @@ import torch
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.architectures.rope import PartialRotation
+from pdkernels.models.checkpoints.hf_windows import require_alike
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
 
@@ -51,6 +52,7 @@ def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
     """
     fields = Fields(config)
     fields.require(_REQUIRED)
+    require_alike(fields)
     for name, (computed, default) in _COMPUTED.items():
         actual = fields.values.get(name, default)
         if actual == computed and computed and name in fields.null:

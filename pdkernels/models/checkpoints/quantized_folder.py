@@ -66,7 +66,7 @@ class QuantizedFolder(NamedTuple):
                 numbers = source in unread and (parameter.endswith(".router") or scheme.may_hold_numbers(module))
                 if form is None or numbers:
                     continue
-                if parameter == "embedding":
+                if role == "embedding":
                     fault = message(OP, f"{layout.source}: {module}", "hold numbers", "a quantised embedding", _REMEDY)
                     raise NotImplementedError(fault)
                 file = _take(unread, module, form, shape)

@@ -397,10 +397,10 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
         f"packed must not be True for {folder}, whose matrices are not quantised",
     )
     config, layout = _described(fields, quantised=scheme is not None or in_blocks)
-    holders = (fields, language_fields(fields))  # of which the first that says it counts
+    configs = (fields, language_fields(fields))  # the outer one first
     if dtype is None:
         names = ("dtype", "torch_dtype")
-        stored = next((holder.values[name] for holder in holders for name in names if name in holder.values), "float32")
+        stored = next((each.values[name] for each in configs for name in names if name in each.values), "float32")
         valid = isinstance(stored, str) and stored in DTYPES
         check(valid, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
         dtype = DTYPES[stored]
@@ -409,7 +409,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
     if ends is None:
         # A null there means that no token ends a text, as in transformers.
         unended = generation is not None and "eos_token_id" in generation.null
-        named = (holder.ids("eos_token_id", config.vocab_size) for holder in holders)
+        named = (each.ids("eos_token_id", config.vocab_size) for each in configs)
         ends = () if unended else next((ids for ids in named if ids is not None), ())
     mask_token = fields.token("mask_token_id", config.vocab_size, _MASK_TOKENS.get(str(kind)))
     text = member(folder, "tokenizer.json")
