@@ -2,7 +2,7 @@
 
     python -m bench.engine_load [--peer-python PYTHON ...] [--ik-llama BUILD] [--clients 1 8 32] [--rounds 5] [--to bench/results/engine_load.json]
 
-`pd.Engine`, llama.cpp and ik_llama.cpp run in processes of their own with the same GGUF file, and take turns, peers with each of their settings. Each client asks one question, all
+`pd.Engine`, llama.cpp and ik_llama.cpp run in processes of their own with the same GGUF file, and take turns, with each of their settings. Each client asks one question, all
 questions arrive together, and answers are greedy and equally long. Both are driven as their servers batch: all prompts in one pass, then a
 token of every sequence in each.
 
@@ -135,19 +135,18 @@ def main() -> None:
     try:
         with engines(made, python, {}) as rivals:
             for name, by_setting in rivals.items():
-                asked |= {
-                    f"{name}, {setting}" if setting else name: (worker, False) for setting, worker in by_setting.items()
-                }
-            own = rivals["pdkernels"][""]
-            asked["pdkernels, drafts looked up"] = own, True
+                asked |= {f"{name}, {setting}": (worker, False) for setting, worker in by_setting.items()}
+            for setting, worker in rivals["pdkernels"].items():
+                asked[f"pdkernels, {setting}, drafts looked up"] = worker, True
             figures, answers = measure(asked, prompts, sorted(chosen.clients), chosen.rounds, chosen.tokens)
-            for prompt, text in zip(prompts, answers["pdkernels"], strict=False):
-                if own("answer", prompt, chosen.tokens, False)[1] != text:
-                    raise SystemExit("an answer among others is not the one that it is alone")
+            for setting, worker in rivals["pdkernels"].items():
+                for prompt, text in zip(prompts, answers[f"pdkernels, {setting}"], strict=False):
+                    if worker("answer", prompt, chosen.tokens, False)[1] != text:
+                        raise SystemExit("an answer among others is not the one that it is alone")
     except Refused as error:
         raise SystemExit(str(error)) from None
     equal = {
-        name: statistics.mean(agreement(a, b) for a, b in zip(texts, answers["pdkernels"], strict=True))
+        name: statistics.mean(agreement(a, b) for a, b in zip(texts, next(iter(answers.values())), strict=True))
         for name, texts in answers.items()
     }
     facts = {"file": file.name, "machine": processor(), "python": sys.version.split()[0], "tokens": chosen.tokens}
