@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from pdkernels import models
-from pdkernels.models.checkpoints.lora_config import FOLLOWED, REFUSED, WITHOUT_EFFECT
+from pdkernels.models.checkpoints.lora_config import FOLLOWED, REFUSED, WITHOUT_EFFECT, LoraSettings
+from pdkernels.models.files.fields import Fields
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -109,7 +110,12 @@ WRITTEN: dict[str, list[dict[str, Any]]] = {
         for value in ("all-linear", r".*\.layers\.[01]\.(self_attn|mlp)\.(?:q|up)_proj", ["layers.1.mlp.gate_proj"])
     ],
     "exclude_modules": [{"exclude_modules": ["layers.1.self_attn.q_proj"]}, {"exclude_modules": r".*\.2\..*"}],
-    "layers_to_transform": [{"layers_to_transform": [0, 2]}, {"layers_to_transform": 1}],
+    "layers_to_transform": [
+        {"layers_to_transform": [0, 2]},
+        {"layers_to_transform": 1},
+        # a whole name needs no number
+        {"layers_to_transform": [0], "target_modules": ["model.layers.1.mlp.gate_proj", "v_proj"]},
+    ],
     "layers_pattern": [{"layers_to_transform": [1], "layers_pattern": ["layers"]}],
     "modules_to_save": [{"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens", "input_layernorm"]}],
     "bias": [{"bias": "all"}, {"bias": "lora_only"}],
@@ -268,3 +274,14 @@ def test_thousands_of_patterns(base: Path, tmp_path: Path) -> None:
     except NotImplementedError as error:
         assert "alpha_pattern must hold patterns of names that can be matched in few steps" in str(error)
     assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("pattern", [None, "layers"])
+def test_numbers_of_layers_are_where_peft_looks_for_them(pattern: str | None) -> None:
+    """In names of the model without a head too."""
+    chosen: dict[str, Any] = {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": pattern}
+    settings = LoraSettings(Fields({"peft_type": "LORA", **chosen}))
+    theirs = peft.tuners.tuners_utils.check_target_module_exists
+    for name in ("layers.0", "layers.1", "model.layers.0", "model.layers.1", "model.layers.0.experts.1"):
+        module = f"{name}.self_attn.q_proj"
+        assert bool(settings.adapts(module, True)) == bool(theirs(peft.LoraConfig(**chosen), module)), module

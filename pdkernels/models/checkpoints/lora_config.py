@@ -109,8 +109,11 @@ class LoraSettings:
         if isinstance(self._targets, str) and self._targets.lower() == "all-linear":
             return inner
         chosen = self._matches(self._targets, "target_modules", module)
-        if chosen and self._layers is not None and not isinstance(self._targets, (str, Pattern)):
-            number = next((name for name in module.split(".")[2:] if name.isdecimal()), None)
+        listed = not isinstance(self._targets, (str, Pattern)) and module not in self._targets
+        if chosen and self._layers is not None and listed:
+            # Without a pattern PEFT looks for a number behind two names.
+            behind = 1 if self._fields.get("layers_pattern") else 2
+            number = next((name for name in module.split(".")[behind:] if name.isdecimal()), None)
             return number is not None and int(number) in self._layers
         return chosen
 
