@@ -12,7 +12,7 @@ from pdkernels.integrations.flex_attention import flex_attention
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5.20")
 from pdkernels.integrations.transformers import PdCache, generate, register, wrap  # noqa: E402
-from tests.integrations.test_shadow import small  # noqa: E402
+from tests.integrations.test_shadow import ours, small  # noqa: E402
 from tests.integrations.test_windows import LONG, model_with  # noqa: E402
 from tests.support.transformers_names import CACHE  # noqa: E402
 
@@ -42,8 +42,8 @@ def step(model: Any, implementation: str, dtype: torch.dtype) -> tuple[Tensor, T
 def test_a_training_step(family: str, dtype: torch.dtype) -> None:
     model = model_of(family)
     theirs = "eager" if family == "GptOss" else "sdpa"
-    for ours, expected in zip(step(model, "pdkernels", dtype), step(model, theirs, dtype), strict=True):
-        assert (ours - expected).norm() <= (0.2 if family == "GptOss" else 0.05) * expected.norm()  # other experts
+    for result, expected in zip(step(model, "pdkernels", dtype), step(model, theirs, dtype), strict=True):
+        assert (result - expected).norm() <= (0.2 if family == "GptOss" else 0.05) * expected.norm()  # other experts
 
 
 def test_scores_are_those_that_tokens_were_chosen_by() -> None:
@@ -76,9 +76,9 @@ def test_a_forward_of_a_wrapped_model(on_a_cache: bool) -> None:
     model = small()
     wrapped = wrap(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        ours = wrapped(IDS, cache=wrapped.new_cache(2, 64)) if on_a_cache else wrapped(IDS)
+        logits = wrapped(IDS, cache=wrapped.new_cache(2, 64)) if on_a_cache else wrapped(IDS)
         theirs = model(IDS).logits
-    assert ours.dtype == theirs.dtype and (ours - theirs).norm() <= 0.05 * theirs.norm()
+    assert logits.dtype == theirs.dtype and (logits - theirs).norm() <= 0.05 * theirs.norm()
 
 
 def test_flex_attention_converts_as_that_of_torch() -> None:
@@ -87,9 +87,9 @@ def test_flex_attention_converts_as_that_of_torch() -> None:
     q, k = torch.randn(2, 1, 2, 48, 16)
     v = k.to(torch.bfloat16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = flex_attention(q, k, v), of_torch.flex_attention(q, k, v)
-    assert ours.dtype == theirs.dtype == torch.bfloat16
-    torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
+        out, theirs = flex_attention(q, k, v), of_torch.flex_attention(q, k, v)
+    assert out.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(out, theirs, atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
@@ -106,3 +106,35 @@ def test_a_cache_may_begin_in_inference_mode(family: str, kind: Any) -> None:
         logits = model(IDS[:, 30:], **{CACHE: cache}).logits
         whole = model(IDS, use_cache=False).logits[:, 30:]
     torch.testing.assert_close(logits, whole, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["pdkernels", "sdpa"])
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_a_cache_of_another_dtype(dtype: torch.dtype, family: str, kind: Any, attention: str) -> None:
+    model = model_of(family)
+    model.set_attn_implementation(attention)
+    cache = PdCache(model.config, 2, 400, kind=kind, page_size=4, dtype=dtype)
+    with torch.no_grad():
+        parts = [model(IDS[:, a:b], **{CACHE: cache}).logits for a, b in ((0, 30), (30, 31), (31, 40))]
+        whole = model(IDS, use_cache=False).logits
+    held = [layer.keys.dtype for layer in cache.layers]
+    assert held == [dtype, dtype] and parts[0].dtype == torch.float32
+    assert (torch.cat(parts, 1) - whole).norm() <= 0.03 * whole.norm()
+
+
+def test_a_model_that_accelerate_has_prepared() -> None:
+    """Decoding is without autocast, also where that is part of the model's forward."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = small()
+    expected = ours(wrap(model))
+    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    assert "forward" in vars(prepared) and ours(wrap(prepared)) == expected
+    assert prepared(IDS).logits.dtype == torch.float32 and "forward" in vars(prepared)
+
+
+def test_embeddings_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="inputs_embeds must be None"):
+        small().generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=2, custom_generate=generate)

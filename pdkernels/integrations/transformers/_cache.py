@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pdkernels import _memory
+from pdkernels._attention import halves
 from pdkernels._validation import (  # fmt: skip
     check,
     check_choice,
@@ -22,6 +23,7 @@ from pdkernels._validation import (  # fmt: skip
 )
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.cache.windowed import BLOCK
+from pdkernels.integrations.transformers._experts import NAME
 from pdkernels.integrations.transformers._rows import PagedRows, Pages, narrowed, widened
 
 try:  # of transformers 5.6
@@ -54,7 +56,8 @@ class PdCache(Cache):  # type: ignore[misc]
         kind: "contiguous", or "paged", which assigns memory page by page, for texts without padding but on the left.
         page_size: tokens of a page.
         drafts: tokens by which `crop` goes back in layers with windows, at most, from the longest that the text has been.
-        dtype, device: of the rows; None: those of the first forward.
+        dtype, device: of the rows; None: those of the first forward. Attention reads rows of another dtype in that of the
+            model, which copies them in every forward.
 
     Raises:
         ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch, layers
@@ -151,7 +154,14 @@ class PdCache(Cache):  # type: ignore[misc]
             self._written = first
         k, v = (widened(rows, storage.head_dim).transpose(1, 2).to(storage.dtype) for rows in (key, value))
         storage.append_(layer, k, v)
-        return self.read(layer, length, (key.shape[3], value.shape[3]), (k, v))
+        sides = self.read(layer, length, (key.shape[3], value.shape[3]), (k, v))
+        if (
+            isinstance(sides[0], PagedRows)
+            and getattr(self._config, "_attn_implementation", None) == NAME
+            and halves(key.dtype, k.dtype)
+        ):
+            return sides  # which our attention reads as they are
+        return sides[0].to(key.dtype), sides[1].to(key.dtype)
 
     def read(
         self, layer: int, length: int, widths: tuple[int, int], new: tuple[Tensor, Tensor] | None = None
@@ -337,7 +347,7 @@ class PdWindow(PdLayer):
                 joined = torch.cat([kept[:, : self.length - self.base], rows], 1)
                 kept[:, : length - end] = joined[:, end - self.base :]
                 joined = joined[:, first - self.base :]
-            seen.append(narrowed(joined.transpose(1, 2), self.widths[side]))
+            seen.append(narrowed(joined.transpose(1, 2), self.widths[side]).to(key_states.dtype))
         self.base = end if not fits else base if moves else self.base
         self.length = length
         return seen[0], seen[1]

@@ -135,9 +135,9 @@ def generate(
             stopping_criteria = [*(stopping_criteria or ()), _stop_strings(stop_strings, options.get("tokenizer"))]
         if getattr(model.config, "is_encoder_decoder", False):
             raise NotImplementedError(message(OP, "model", "be a decoder", f"{type(model).__name__} with an encoder"))
+        real = check_inputs(model, model_kwargs, input_ids, call)
         remedy = "Start from a beginning-of-text token if the model has one."
         check(input_ids.shape[-1] > 0, OP, "input_ids", "hold at least one token", tuple(input_ids.shape), remedy)
-        real = check_inputs(model, model_kwargs, input_ids, call)
         prompts = [ids[seen] for ids, seen in zip(input_ids, real)]
         lengths = [len(prompt) for prompt in prompts]
         callers = call.get("logits_processor") or ()

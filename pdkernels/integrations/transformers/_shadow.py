@@ -184,6 +184,8 @@ class _Copier:
         self.memo[id(module)] = made
         self.kept.append(module)
         for name, value in tuple(vars(module).items()):
+            if name == "forward":  # accelerate puts autocast around it, under which caches would have other rows
+                value = vars(module).get("_original_forward", value)
             made.__dict__[name] = self._attribute(name, value)
         made.__dict__["training"] = False
         _reset_rotary(made)
