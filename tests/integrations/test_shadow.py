@@ -13,7 +13,7 @@ import torch
 import pdkernels as pd
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
-from pdkernels.integrations.transformers import register, wrap  # noqa: E402
+from pdkernels.integrations.transformers import generate, register, wrap  # noqa: E402
 from pdkernels.integrations.transformers._shadow import Overlay, shadow  # noqa: E402
 from tests.support.state import state_of  # noqa: E402
 
@@ -123,6 +123,26 @@ def test_hooks_of_the_model_run() -> None:
     assert plain != hooked and ours(wrapped) == plain
     model.lm_head.register_forward_pre_hook(lambda module, given: (given[0].flip(-1),))
     assert theirs(model) not in (plain, hooked) and ours(wrapped) == theirs(model)
+
+
+def test_a_hook_that_changes_the_tokens_of_the_whole_model_is_refused() -> None:
+    """Its body is called by itself, so that the hook would be passed over in silence, however late it came."""
+    model = small()
+    wrapped, settings = wrap(model), {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    ids = torch.tensor([PROMPT])
+    assert torch.equal(model.generate(ids, custom_generate=generate, **settings), model.generate(ids, **settings))
+
+    def shift(module: Any, given: Any, named: dict[str, Any]) -> Any:
+        return given, {**named, "input_ids": (named["input_ids"] + 1) % V} if "input_ids" in named else named
+
+    handle = model.register_forward_pre_hook(shift, with_kwargs=True)
+    with pytest.raises(ValueError, match="Wrap it again"):
+        ours(wrapped)
+    for call in (lambda: wrap(model), lambda: model.generate(ids, custom_generate=generate, **settings)):
+        with pytest.raises(NotImplementedError, match="compute the same with our attention as with its own"):
+            call()
+    handle.remove()
+    assert ours(wrapped) == theirs(model)
 
 
 def test_attributes_that_refer_to_modules() -> None:

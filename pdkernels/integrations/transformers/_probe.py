@@ -348,12 +348,9 @@ if hasattr(os, "register_at_fork"):  # another thread may hold it
 def remembered(model: Any, *settings: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Reads and keeps what was found about this model as it is now: its modules, hooks, configuration, dtype and
     place."""
-    modules = tuple(
-        (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module))
-        for module in model.modules()
-    )
+    modules = tuple((type(module), len(module._forward_hooks), "forward" in vars(module)) for module in model.modules())
     config = json.dumps(model.config.to_dict(), default=repr, sort_keys=True)
-    key = (*settings, config, hash(modules), model.dtype, model.device)
+    key = (*settings, config, hash(modules), *model._forward_pre_hooks, model.dtype, model.device)
 
     def read() -> Any:
         with _LOCK:
