@@ -88,8 +88,14 @@ class PrefixFolder:
 
     def __init__(self, folder: str | os.PathLike[str], limit: int, model: Any, pool: PagePool) -> None:
         self.folder, self.limit, self.written, self.bytes = Path(folder), limit, 0, 0
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=self.folder).close()
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            reason = str(error.strerror or error).lower()
+            raise OSError(
+                sentence("Engine", f"prefix_dir {str(self.folder)!r} cannot be written to: {reason}")
+            ) from None
         self._size, self._identity = pool.page_size, identity_of(model, pool)
         groups = pool.groups if isinstance(pool, WindowedPool) else {}
         self._windows = {name: len(group.k) for window, group in groups.items() for name in names_of(window)}

@@ -176,3 +176,12 @@ def test_requests_sample_as_the_authors_suggest(monkeypatch: pytest.MonkeyPatch)
     )
     assert taken == [{"temperature": 0.2, "top_p": 0.9}]
     assert "suggest" not in CliRunner().invoke(app, [*arguments, "--option", "top_k=40"]).stderr and taken[1] == {}
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    arguments = ["serve", "--model", "tiny-code", "--port", str(free_port()), "--prefix-dir", str(tmp_path / name)]
+    run = CliRunner().invoke(app, arguments)
+    assert run.exit_code in (1, 2) and isinstance(run.exception, SystemExit), run.exception
+    assert ("cannot be written to" if name != "file" else "is a file") in " ".join(run.stderr.split()), run.stderr
