@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -48,3 +49,21 @@ def test_a_stream_is_the_text(tokenizer: JsonTokenizer) -> None:
         pieces = [stream.feed([token]) for token in ids]
         assert tokenizer.decode(ids) == expected
         assert "".join(pieces) + stream.flush() == expected
+
+
+def test_a_long_text_is_encoded_while_others_run(tokenizer: JsonTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's `encode` holds Python's lock, for seconds with a megabyte; its call for several texts does not."""
+    library, called = tokenizer._tokenizer, list[str]()
+
+    class Noting:
+        def __getattr__(self, name: str) -> Any:
+            called.append(name)
+            return getattr(library, name)
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Noting())
+    for text in ("ab", "ab" * 50_000):
+        for special in (True, False):
+            called.clear()
+            ids = tokenizer.encode(text, add_special_tokens=special)
+            assert ids == library.encode(text, add_special_tokens=special).ids
+            assert called == ["encode_batch" if len(text) > 2 else "encode"]

@@ -41,6 +41,7 @@ class Tokenizer(Protocol):
 
 
 _FILE_BYTES = 1 << 28
+_LONG = 1 << 12  # characters of a text that is encoded for milliseconds
 
 
 class ByteTokenizer:
@@ -191,7 +192,7 @@ class JsonTokenizer:
         """The ids of a text, with the special tokens that the tokenizer adds at both ends, unless they are disabled."""
         check_text("JsonTokenizer.encode", text)
         with naming(self._name, "encode the text"):
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            return self._ids(text, add_special_tokens)
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """The ids of a chat up to the start of the model's answer. `variables` are passed to the template.
@@ -205,7 +206,15 @@ class JsonTokenizer:
         text = self.chat_template.render(messages, **variables)
         check_text(op, text)
         with naming(self._name, "encode the text"):
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return self._ids(text, False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Of a long text by the call for several, during which other threads run."""
+        if len(text) > _LONG:
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._decode([int(i) for i in ids], True)
