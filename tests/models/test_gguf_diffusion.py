@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,20 @@ def test_a_file_that_stays_packed(kind: str, format: str, tmp_path: Path) -> Non
 def test_what_is_refused(kind: str, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=text):
         models.load(write_both(tmp_path, kind, **changes))
+
+
+def test_factors_of_frequencies_are_refused_where_nothing_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_header = gguf.GGUFWriter.write_header_to_file
+
+    def with_factors(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", np.full(4, 2, np.float32))
+        write_header(writer)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
+    with pytest.raises(ValueError, match="rope_freqs.weight"):
+        models.load(write_both(tmp_path, "llada2"))
 
 
 def test_what_a_row_predicts_is_what_the_file_says(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     stored = {
         name: Stored(tensor.shape, _stored(file, name, tensor), file.name) for name, tensor in file.tensors.items()
     }
-    stored.pop(_FACTORS, None)
+    if kind != gguf_diffusion.LLADA2:  # the only one whose configuration is not made of them
+        stored.pop(_FACTORS, None)
     layout.stored(stored)
     fields = Keys(file.fields, file.name)
     # Refuse it before all tokens become Python strings.
