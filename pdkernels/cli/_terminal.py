@@ -18,7 +18,7 @@ from pdkernels import models
 from pdkernels._validation import check, check_choice, message
 from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder
 from pdkernels.models.files.layout import DTYPES
-from pdkernels.models.text.tokenizers import Tokenizer
+from pdkernels.models.text.tokenizers import Tokenizer, incremental
 
 ACCEPTED = "bold green"
 GIVEN = "default"
@@ -62,7 +62,7 @@ class Stream:
 
     def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
         self._console = console
-        self._text = tokenizer.incremental()
+        self._text = incremental(tokenizer)
 
     def __call__(self, sequence: int, ids: list[int], accepted: int) -> None:
         self._print(self._text.feed(ids[:accepted]), ACCEPTED)

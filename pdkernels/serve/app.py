@@ -241,9 +241,9 @@ def create_app(
             return Stream(filling(handle, engine.model.tokenizer), handle.cancel, "application/x-ndjson")
         try:
             while not handle.done:
-                await asyncio.sleep(POLL / 5)
                 if await request.is_disconnected():
                     return Response(status_code=499)
+                await asyncio.sleep(POLL / 5)
         finally:
             handle.cancel()
         return HTMLResponse(await in_thread(replay_page, handle))

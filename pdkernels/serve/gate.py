@@ -23,7 +23,8 @@ from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, of_fail
 
 LOG = logging.getLogger("pdkernels.serve")
 _OPEN = ("/", "/health")  # pages that need no key
-_DRAINED = 8  # times the largest body that are read of a larger one, so that its client hears why it is refused
+_DRAINED = 8
+"""A body that is too large is read up to this many times the limit, so that its client hears why it is refused."""
 _PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.%]+\]|[^\s:@/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 _URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
@@ -39,6 +40,11 @@ class Escaped(JSONResponse):
 
 class _Broken(Refused):
     """A request whose body is not read to its end, so that its connection cannot go on."""
+
+    @classmethod
+    def of(cls, error: Refused) -> _Broken:
+        """The same refusal."""
+        return cls(str(error), error.status, error.parameter, error.code)
 
 
 class Gate:
@@ -99,9 +105,33 @@ class Gate:
         headers: dict[bytes, list[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value.decode("latin-1").strip())
-        body = await self._read(scope, headers, receive)
+        if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") != "1.1"):
+            fault = "a body with a Transfer-Encoding has no Content-Length, and is of HTTP/1.1"
+            raise _Broken(f"{fault}: its end is not certain", 400)
+        refused: Refused | None = None
+        try:
+            self._check_head(scope, headers)
+        except Refused as error:
+            if b"expect" in headers:
+                raise _Broken.of(error) from None  # its client has sent nothing yet
+            refused = error
+        try:
+            body = await self._read(headers, receive, kept=refused is None)
+        except _Broken:
+            if refused is None:
+                raise
+            raise _Broken.of(refused) from None
         if body is None:
             return
+        if refused is not None:
+            raise refused
+        kind = headers.get(b"content-type", [""])[-1].partition(";")[0].strip().lower()
+        is_json = kind == "application/json" or re.fullmatch(r"application/\S+\+json", kind)
+        if scope["method"] == "POST" and (body or kind) and not is_json:
+            raise Refused("the body must be a JSON object, sent with Content-Type: application/json", 400)
+        await self._app(scope, _replayed(body, receive), send)
+
+    def _check_head(self, scope: Any, headers: dict[bytes, list[str]]) -> None:
         self._check_host(scope, headers.get(b"host", []))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             self._check_origin(headers.get(b"origin", []), headers.get(b"host", []))
@@ -116,34 +146,26 @@ class Gate:
         coding = ", ".join(headers.get(b"content-encoding", ["identity"]))
         if coding.lower() != "identity":
             raise Refused(f"a body with Content-Encoding {shown(coding)} is not supported here", 415)
-        kind = headers.get(b"content-type", [""])[-1].partition(";")[0].strip().lower()
-        is_json = kind == "application/json" or re.fullmatch(r"application/\S+\+json", kind)
-        if scope["method"] == "POST" and (body or kind) and not is_json:
-            raise Refused("the body must be a JSON object, sent with Content-Type: application/json", 400)
-        await self._app(scope, _replayed(body, receive), send)
 
-    async def _read(self, scope: Any, headers: dict[bytes, list[str]], receive: Any) -> bytes | None:
-        """The body, before anything is refused, so that the next request of a connection begins behind it; None if the
-        client has gone."""
-        if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
-            fault = "a body with a Transfer-Encoding has no Content-Length, and is of HTTP/1.1"
-            raise _Broken(f"{fault}: its end is not certain", 400)
+    async def _read(self, headers: dict[bytes, list[str]], receive: Any, *, kept: bool) -> bytes | None:
+        """The body to its end, so that the next request of a connection begins behind it; nothing of it is `kept` if the
+        request is refused anyway. None if the client has gone."""
         announced = max(map(int, headers.get(b"content-length", ["0"])))
-        most = self._max_body * (1 if b"expect" in headers else _DRAINED)  # who expects an answer has sent nothing yet
+        drained = 1 if b"expect" in headers else _DRAINED  # who expects an answer has sent nothing yet
         try:
-            return await asyncio.wait_for(self._body(receive, announced, most), self._seconds)
+            return await asyncio.wait_for(self._body(receive, announced, drained, kept), self._seconds)
         except (TimeoutError, asyncio.TimeoutError):
             raise _Broken(f"the body must arrive within {self._seconds:g} seconds", 408) from None
 
-    async def _body(self, receive: Any, announced: int, most: int) -> bytes | None:
+    async def _body(self, receive: Any, announced: int, drained: int, kept: bool) -> bytes | None:
         body, size, more = bytearray(), 0, True
-        while more and max(announced, size) <= most:
+        while more and announced <= drained * self._max_body and size <= _DRAINED * self._max_body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             piece = message.get("body", b"")
             size += len(piece)
-            if size <= self._max_body:
+            if kept and size <= self._max_body:
                 body.extend(piece)
             more = message.get("more_body", False)
         if max(announced, size) > self._max_body:

@@ -17,6 +17,7 @@ from pdkernels.serve.errors import error_body
 _READ = 10  # seconds in which clients may read the rest of answers that have ended
 _WRITE = 10  # seconds in which an engine may write what it keeps
 _PIECE = 1 << 11  # bytes that are parsed at once
+MAX_HEAD = 1 << 16  # bytes; proxies pass large cookies and keys on
 _MAX_BEHIND = 1 << 20  # bytes that may come behind a request that is being answered
 _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # of Linux
 _LONGEST_WAIT = 2**31 - 1  # milliseconds that it takes
@@ -60,9 +61,9 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
     """uvicorn's protocol of a connection, in which no client makes others wait.
 
     What has come is parsed in pieces, between which others have their turn: a body in chunks of a byte takes long. No
-    more is read meanwhile, and what comes behind a request waits for its answer, up to a megabyte. A connection is
-    closed if the head of a request does not arrive within `seconds`, or if its client takes nothing of an answer for
-    `unread` seconds; uvicorn itself waits for ever.
+    more is read while any of it waits to be parsed. What comes behind a request waits for its answer; more than a
+    megabyte of it closes the connection. So does the head of a request that does not arrive within `seconds`, and a
+    client that takes nothing of an answer for `unread` seconds; uvicorn itself waits for ever.
     """
 
     class Fair(protocol):  # type: ignore[misc]
@@ -110,6 +111,13 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
             """Whether a request has come whole, and not all of its answer has gone."""
             return self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body)
 
+        @property
+        def _between(self) -> bool:
+            """Whether nothing of the next request has been parsed."""
+            from h11 import IDLE
+
+            return self.conn.their_state is IDLE and not self.conn.trailing_data[0]
+
         def _schedule(self) -> None:
             if self._data and not (self._answering or self._scheduled):
                 self._scheduled = True
@@ -118,6 +126,8 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
         def _parse(self) -> None:
             self._scheduled = False
             if self._data and not self._answering:
+                if self._between:  # RFC 9112, 2.2: some clients send an empty line behind a body
+                    del self._data[: len(self._data) - len(self._data.lstrip(b"\r\n"))]
                 piece = bytes(self._data[:_PIECE])
                 del self._data[:_PIECE]
                 super().data_received(piece)
@@ -174,7 +184,8 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
 
     last = int(seconds) + _READ
     times: dict[str, Any] = {"timeout_graceful_shutdown": last, "timeout_keep_alive": 30}
-    config = uvicorn.Config(app, http=protocol, ws="none", log_level="info", **times)
+    bounded: dict[str, Any] = {"h11_max_incomplete_event_size": MAX_HEAD}
+    config = uvicorn.Config(app, http=protocol, ws="none", log_level="info", **bounded, **times)
     sockets = listeners(host, port)
     try:
         with suppress(KeyboardInterrupt):

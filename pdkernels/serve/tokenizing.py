@@ -115,7 +115,7 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
     @app.post("/v1/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         tokenizer = tokenizer_for(body.model)
-        most = tokenizer.vocab_size
+        most = getattr(tokenizer, "vocab_size", front.engine.model.config.vocab_size)
         if any(token >= most for token in body.tokens):
             raise Refused(f"tokens must be below {most}", 400, "tokens")
         return DetokenizeResponse(

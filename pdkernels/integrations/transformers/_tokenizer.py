@@ -52,11 +52,10 @@ class TheirTokenizer:
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """The ids of a chat up to the start of the model's answer. The template writes all special tokens."""
         check_messages(OP, "messages", messages)
-        known = getattr(self.given, "chat_template", None) is not None
-        refuse(not known, OP, "messages need a tokenizer with a chat template", "Write the prompt as text.")
-        options = {"add_generation_prompt": True, **variables}
-        text = self.given.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
-        return self.encode(text, add_special_tokens=False)
+        template = self.chat_template
+        refuse(template is None, OP, "messages need a tokenizer with a chat template", "Write the prompt as text.")
+        assert template is not None
+        return self.encode(template.render(messages, **variables), add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
