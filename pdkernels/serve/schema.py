@@ -284,8 +284,8 @@ class CompletionRequest(Settings):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[
-        str | IdList | TextList | Annotated[list[IdList], TO_FIRST],
-        one_of("a text, a list of token ids, or a list of texts or of lists of ids"),
+        str | IdList | Annotated[TextList, _LONGEST] | Annotated[list[IdList], TO_FIRST, _LONGEST],
+        one_of("a text, a list of token ids, or a list of at most 4096 texts or lists of ids"),
         InUnicode,
     ]
     max_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = 16  # type: ignore[valid-type]

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
-from pdkernels.decoding import generate
+from pdkernels.decoding import Grammar, generate
 from tests.support.lora import random_adapter
 
 pytest.importorskip("fastapi")
-from pdkernels.serve import forms
 from tests.serve.clients import Chatting
 from tests.serve.test_http_options import CODE, client_with
 
@@ -113,14 +112,14 @@ def test_unloaded_while_it_is_served(client: Any, tmp_path: Path) -> None:
 def test_unloaded_while_the_grammar_of_a_request_is_compiled(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, works = client.app.state.engine, forms.Grammar.regex
+    engine, works = client.app.state.engine, Grammar.regex
     engine.load_adapter("brief", random_adapter(client.served, tmp_path / "brief", 4, 9))
 
     def unloads(source: str) -> Any:
         engine.unload_adapter("brief")
         return works(source)
 
-    monkeypatch.setattr(forms.Grammar, "regex", unloads)
+    monkeypatch.setattr(Grammar, "regex", unloads)
     answer = client.post("/v1/completions", json=CODE | {"model": "brief", "regex": "[a-z]{3}"})
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 

@@ -338,7 +338,12 @@ def test_a_replay_that_fails_in_a_stream_is_in_the_log(
 def test_too_many_prompts_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch, serve: Any) -> None:
     """Each takes the time of a tokenizer."""
     times: list[Any] = []
-    monkeypatch.setattr(frontend, "infilled", lambda *arguments: times.append(arguments) or ([0], []))
+
+    def noted(*arguments: Any) -> Any:
+        times.append(arguments)
+        return [0], []
+
+    monkeypatch.setattr(frontend, "infilled", noted)
     address, _ = serve()
     body = {"model": "tiny", "prompt": ["a"] * 1000, "suffix": "b", "max_tokens": 1}
     answer = httpx.post(f"{address}/v1/completions", json=body)
@@ -421,3 +426,12 @@ def test_no_variable_of_a_template_is_called_self(server: Any) -> None:
         error = httpx.post(address + route, json=body | {"chat_template_kwargs": {"self": 1}}).json()["error"]
         assert error["message"] == "chat_template_kwargs: 'self' is no variable of a template", route
         assert error["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("prompt", ["a", [5]], ids=["texts", "ids"])
+def test_many_thousand_prompts_are_refused_by_their_number(server: Any, prompt: Any) -> None:
+    """Looking at each of them holds up all other requests."""
+    address, _ = server
+    body = {"model": "tiny", "prompt": [prompt] * 5000, "max_tokens": 1}
+    error = httpx.post(f"{address}/v1/completions", json=body).json()["error"]
+    assert error["param"] == "prompt" and "a list of at most 4096 texts or lists of ids" in error["message"]

@@ -191,7 +191,7 @@ TABLE[COUNT] = {
 TABLE[MESSAGES] = {
     **SAMPLING, **COMMON, **TABLE[COUNT], "max_tokens": followed(4), "stop_sequences": ENDS["stop"], "metadata": taken({"user_id": "me"}),
     "tool_choice": followed({"type": "any"}, tools=[CLAUDE_TOOL], max_tokens=60), "service_tier": taken("auto", refused="priority"),
-    "container": refused("c"), "diagnostics": refused({}), "inference_geo": refused("us"),
+    "container": refused("c"), "thread": refused({"type": "create"}), "diagnostics": refused({}), "inference_geo": refused("us"),
 }  # fmt: skip
 ROWS = [
     pytest.param(route, field, row, id=f"{route.removeprefix('/v1/')}-{field}")
