@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Expected: the model builder of onnxruntime-genai makes a model that computes what transformers computes from the same folder, or refuses it. It has code for linear
-# scaling, which came for a Llama, and for yarn, and says of other rules that they are "not currently supported".
+# scaling and for yarn, and says of other rules that they are "not currently supported".
 # Seen: in onnxruntime-genai 0.18.0 that holds for Mistral. A Llama with linear or yarn scaling gets none, without a word: the class of Llama reads the rule llama3 alone and
-# does not ask the one it is derived from. dynamic and longrope, which the other class refuses, go the same way.
+# does not ask the one it is derived from. dynamic, which that one refuses, goes the same way.
 # Output seen (how far the logits are from those of transformers, and from those of the model without scaling, over their size): "Llama default: 0.00, 0.00",
 # "Llama llama3: 0.00, 0.76", "Llama linear: 0.84, 0.00", "Llama yarn: 0.50, 0.00", "Llama dynamic: built, 0.00", "Mistral default: 0.00, 0.00",
 # "Mistral linear: 0.00, 0.85", "Mistral yarn: 0.00, 0.50", "Mistral dynamic: NotImplementedError".

@@ -2,9 +2,10 @@
 # Expected: gather of a DTensor gives what it gives of the whole tensor: index may have fewer rows than the input, says its documentation, and its row n then reads
 # row n of the input, wherever that row is.
 # Seen: in torch 2.13.0 each rank reads from its own rows by its own part of the index: with eight rows on two ranks and an index of four, the third and fourth row of
-# the index read rows 4 and 5 in place of 2 and 3. Nothing is said. An index of as many rows as the input is right, and one row too, which cannot be split. Columns do the same for dim=0;
-# scatter and scatter_add, which have the same rule, are right.
-# Output seen: "index of 4, split: rows [0, 1, 4, 5]", the same for an index on every rank and for columns; "index of 8: rows [0, 1, 2, 3, 4, 5, 6, 7]", "index of 1: rows [0]". gloo on a CPU.
+# the index read rows 4 and 5 in place of 2 and 3. Nothing is said. An index of as many rows as the input is right, and one row too, which cannot be split. Columns do
+# the same for dim=0; scatter and scatter_add, which have the same rule, are right.
+# Output seen: "index of 4, split: rows [0, 1, 4, 5]", the same for an index on every rank and for columns; "index of 8, split: rows [0, 1, 2, 3, 4, 5, 6, 7]",
+# "index of 1, split: rows [0]". Two processes on a CPU, with gloo.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
