@@ -40,11 +40,12 @@ class Stream(StreamingResponse):
         self._events, self._cancel = events, cancel
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Sends it, and looks for a client that goes: from 2.4 on, `send` would raise then, but uvicorn 0.30 says 2.4 and
-        does not."""
+        """Sends it, and looks for a client that goes: `send` would raise then from ASGI 2.4 on, but that of uvicorn 0.30,
+        which says 2.4, does not."""
         scope = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(OSError):
+                await super().__call__(scope, receive, send)
         finally:
             self._cancel()
             await self._events.aclose()
