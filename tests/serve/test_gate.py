@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +184,7 @@ def test_a_client_that_sends_much_at_once_lets_others_in_between() -> None:
     steps: list[int] = []
 
     class Whole:
-        cycle = None
+        cycle, conn = None, SimpleNamespace(their_state=None)
 
         def __init__(self) -> None:
             self.loop = asyncio.get_running_loop()

@@ -340,7 +340,10 @@ def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerCon
 
 
 def to_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
-    """The inverse of `from_hf_state_dict`; the tensors are views of ours."""
+    """The inverse of `from_hf_state_dict`; the tensors are views of ours. No model of Hugging Face with these names rotates
+    adjacent components, so a config that does is refused."""
+    pairs = config.rope_style == "interleaved"
+    demand(not pairs, "model_type", "be one whose tensors are parts of ours", "a rotation of adjacent components")
     return _usual_layout(config).scatter(state)
 
 
@@ -351,7 +354,6 @@ def _usual_layout(config: TransformerConfig) -> Layout:
         "gpt-oss or Gemma": config.sinks or (config.inner_norms and config.outer_norms),
         "LLaDA2": isinstance(config.rope_scaling, PartialRotation)
         or (experts is not None and (experts.scores == "sigmoid" or experts.shared_size > 0)),
-        "a rotation of adjacent components": config.rope_style == "interleaved",
         "a hybrid": type(config) is not TransformerConfig and not config.outer_norms,
     }
     other = next((name for name, is_one in stored_otherwise.items() if is_one), "")

@@ -151,9 +151,9 @@ def _mtp_head(config: MtpConfig, weights: Weights, target: Any, dtype: torch.dty
     weights.stored = mtp_folder.own(weights.stored)
     layout.stored(weights.stored)
     state = {name: weights.parameter(layout, sources, kind).to(target.device) for name, sources in layout.parts()}
-    # A target from a GGUF file of Qwen3.5 has norms plus 1.
-    theirs, ours = (float(getattr(body, "centred_norms", False)) for body in (target.config, config.body))
-    state["target_norm"] = (target.norm.detach() + (theirs - ours)).to(kind)
+    ours = getattr(config.body, "centred_norms", False)
+    theirs = getattr(target.config, "centred_norms", ours)  # a target from a GGUF file of Qwen3.5 has norms plus 1
+    state["target_norm"] = (target.norm.detach() + (float(theirs) - float(ours))).to(kind)
     with torch.device("meta"):
         head = MtpHead(config)
     adopt_(head, {**state, "vocabulary": torch.arange(config.body.vocab_size, device=target.device)})
