@@ -56,6 +56,7 @@ CPU_ENGINES_GEMMA3 = ROOT / "bench/results/cpu_engines_gemma3.json"
 DRAFTERS = ROOT / "bench/results/drafters.json"
 DRAFTERS_ANYTHING = ROOT / "bench/results/drafters_anything.json"
 DRAFTERS_PEERS = ROOT / "bench/results/drafters_peers.json"
+ENGINE_DRAFTS_AVX2 = ROOT / "bench/results/engine_drafts_avx2.json"
 ENGINE_LOAD = ROOT / "bench/results/engine_load.json"
 EVALUATION_HYBRID = ROOT / "bench/results/evaluation_hybrid.json"
 GRAMMARS = ROOT / "bench/results/grammars.json"
@@ -405,6 +406,7 @@ TABLES = {
     "server_load": lambda rows: load_report.load_table(load_report.RESULTS),
     "server_soak": lambda rows: server_soak.soak_table(server_soak.RESULTS),
     "engine_drafts": lambda rows: engine_drafts.drafts_table(engine_drafts.RESULTS),
+    "engine_drafts avx2": lambda rows: engine_drafts.drafts_table(ENGINE_DRAFTS_AVX2),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),
     "drafters": lambda rows: drafters_report.methods(DRAFTERS),
     "drafters anything": lambda rows: drafters_report.methods(DRAFTERS_ANYTHING),

@@ -175,6 +175,18 @@ def test_a_batch_grows_with_its_requests_and_shrinks_again() -> None:
         assert max(method_batch._batches) == 4 and len(method_batch.batch.sessions) == 1
 
 
+def test_a_request_that_comes_after_others_is_alone() -> None:
+    """Not beside the free rows of a batch that they have left."""
+    model = pd.models.load("tiny-code")
+    with Engine(model, max_running=4, max_prompt_tokens=20, max_new_tokens=40) as engine:
+        for one in [engine.submit("def f(", max_new_tokens=6, end_tokens=()) for _ in range(4)]:
+            one.result(60)
+        method_batch, sizes = next(iter(engine._method_batches.values())), set[int]()
+        batch_of = lambda *_: sizes.add(len(method_batch.batch.sessions))  # noqa: E731
+        engine.submit("import os\n", max_new_tokens=12, end_tokens=(), on_tokens=batch_of).result(60)
+    assert max(method_batch._batches) == 4 and sizes == {1}
+
+
 def test_a_batch_has_settings_for_each_of_its_requests() -> None:
     model, told = pd.models.load("tiny-code"), threading.Event()
     kinds = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 4}, {"temperature": 0.8, "top_p": 0.7}]
