@@ -73,6 +73,7 @@ DOORS = {
     "llguidance": Door("tests/decoding/test_grammar_language.py"),
     "jsonschema": Door("tests/decoding/test_grammar_keywords.py", "tests/decoding/test_grammar_numbers.py"),
     "fastapi": Door(
+        "tests/serve/test_connections.py",
         "tests/serve/test_server.py",
         "tests/serve/test_routes.py",
         "tests/serve/test_gate.py",

@@ -394,8 +394,8 @@ def test_every_setting_of_every_engine_has_clients(monkeypatch: pytest.MonkeyPat
 
 def test_clients_are_served_faster_than_by_the_peers() -> None:
     figures = json.loads(engine_load.RESULTS.read_text())["figures"]
-    own = figures["pdkernels, float32 caches"]
+    served = figures["pdkernels, float32 caches"]
     for clients in ("1", "8"):
         theirs = [cells[clients]["tokens_per_second"] for name, cells in figures.items() if "llama" in name]
-        assert len(theirs) >= 2 and own[clients]["tokens_per_second"] > max(theirs)
+        assert len(theirs) >= 2 and served[clients]["tokens_per_second"] > max(theirs)
     assert "| **pdkernels, float32 caches** |" in engine_load.load_table(engine_load.RESULTS)

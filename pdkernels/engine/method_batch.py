@@ -338,10 +338,10 @@ class MethodBatch:
                 if staging.cached in self._stops:
                     self._keep(memory, request, prompt[: staging.cached])
                 return budget
-            # Nothing moves into or out of a batch that nobody is in, so it is as small as those who wait allow.
-            alone = not self.running and self._size(1 + len(self.waiting)) < len(batch.sessions)
-            if alone or not batch.free:
-                batch = self._take(self._size(len(self.running) + 1 + len(self.waiting) * alone))
+            # Nothing moves out of a batch that nobody is in, so then it becomes as small as those who wait allow.
+            rows = self._size(1 + (len(self.running) or len(self.waiting)))
+            if not batch.free or (not self.running and rows < len(batch.sessions)):
+                batch = self._take(rows)
                 self._follow([request.session])
             if not batch.ready:
                 return 0

@@ -59,7 +59,7 @@ _REMEDY = re.compile(
 
 
 NO_THREAD = "thread_unsupported_request"
-"""The code by which clients of Anthropic know that they must send a whole conversation."""
+"""The code by which Anthropic's client libraries know that they must send a whole conversation."""
 
 
 class Refused(Exception):

@@ -71,7 +71,7 @@ class DraftSteps(Steps):
         if costs is not None and slots > 1:
             padded = session.batch > 1 and not packs
             if packs:
-                costs = costs._replace(drafting=[step + costs.packing for step in costs.drafting])
+                costs = costs.later(costs.packing, costs.wake)
             self.lengths = Lengths(costs, slots, session.batch, device, padded=padded)
         self.remaining = torch.zeros_like(self.cache.lengths)
         """``(batch,)``: remaining tokens; 0 once a sequence is done."""

@@ -48,7 +48,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         prefix_token_id: the token that precedes texts without a context, and rolling windows. None: BOS, or the end
             token if there is no BOS.
         enable_thinking, chat_template_args: variables of the chat template.
-        dtype, device: as in `pdkernels.models.load`, the dtype or its name; None, or those that it has, beside a model.
+        dtype, device: as in `pdkernels.models.load`, the dtype or its name. With a model in place of a name, None
+            or the model's.
         max_batch_size: a limit of `batch_size`.
         **options: of the method.
 
@@ -88,9 +89,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         exists = kind is None or isinstance(kind, torch.dtype)
         check(exists, OP, "dtype", "name a dtype of torch, such as 'bfloat16'", repr(dtype))
         named = isinstance(pretrained, (str, os.PathLike))
-        for name, value in () if named else (("dtype", kind), ("device", device)):
-            same = value is None or str(getattr(pretrained, name, None)).startswith(str(value))
-            check(same, OP, name, "be None, or that of the model", value)
+        if not named:
+            check(
+                kind in (None, getattr(pretrained, "dtype", None)), OP, "dtype", "be None, or that of the model", kind
+            )
+            asked, at = torch.device(device or "meta"), torch.device(getattr(pretrained, "device", "cpu"))
+            same = device is None or (asked.type == at.type and asked.index in (None, at.index or 0))
+            check(same, OP, "device", "be None, or that of the model", device)
         self.model: Any = models.load(pretrained, dtype=kind, device=device or "cpu") if named else pretrained
         check(self.model.tokenizer is not None, OP, "pretrained", "have a tokenizer", "a model without")
         self.method = find(method)

@@ -9,7 +9,7 @@ from pdkernels.models.files.fields import Fields
 
 _INNER = "text_config"
 _OUTER = ("tie_word_embeddings",)
-"""Fields that count outside alone, absent ones included: by them the whole model is made and saved."""
+"""Fields that count only in the outer config, with its defaults: the whole model is made and saved by them."""
 
 
 def language_fields(fields: Fields) -> Fields:
@@ -24,5 +24,5 @@ def language_fields(fields: Fields) -> Fields:
     if _INNER not in fields.values:
         return fields
     inner = fields.part(_INNER)
-    own = {name: value for name, value in inner.given.items() if name not in _OUTER}
-    return Fields({**own, **{name: fields.given[name] for name in _OUTER if name in fields.given}}, inner.where)
+    rest = {name: value for name, value in inner.given.items() if name not in _OUTER}
+    return Fields({**rest, **{name: fields.given[name] for name in _OUTER if name in fields.given}}, inner.where)
