@@ -2,9 +2,9 @@
 
     python -m bench.engine_load [--peer-python PYTHON ...] [--ik-llama BUILD] [--clients 1 8 32] [--rounds 5] [--to bench/results/engine_load.json]
 
-`pd.Engine`, llama.cpp and ik_llama.cpp run in processes of their own with the same GGUF file, and take turns, with each of their settings. Each client asks one question, all
-questions arrive together, and answers are greedy and equally long. Both are driven as their servers batch: all prompts in one pass, then a
-token of every sequence in each.
+`pd.Engine`, llama.cpp and ik_llama.cpp run in processes of their own with the same GGUF file, and take turns, with each
+of their settings. Each client asks one question, all questions arrive together, and answers are greedy and equally long.
+All are driven as their servers batch: all prompts in one pass, then a token of every sequence in each.
 
 Times are CPU time with one thread, which other work on the machine disturbs little, of the fastest round. An answer of
 ours among others must be the one that it is alone, token for token, or no figure counts.
@@ -45,6 +45,12 @@ QUESTIONS = (
     "Why is the sky blue?",
 )
 Ask = Callable[..., Any]
+
+
+def prompts_of(tokenizer: Any) -> list[list[int]]:
+    """What each of the clients asks, as token ids."""
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    return prompts + [asking(tokenizer, subject) for subject in SUBJECTS[len(QUESTIONS) :]]
 
 
 def measure(
@@ -122,9 +128,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     file = chosen.file or packaged("smollm2-135m-instruct")
-    tokenizer: Any = pd.models.load(file).tokenizer
-    prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    prompts += [asking(tokenizer, subject) for subject in SUBJECTS[len(QUESTIONS) :]]
+    prompts = prompts_of(pd.models.load(file).tokenizer)
     hold_to_level()
     python, asked = pythons(chosen.peer_python, chosen.ik_llama), dict[str, tuple[Ask, bool]]()
     made: dict[str, dict[str, Any]] = {

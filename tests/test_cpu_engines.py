@@ -379,11 +379,18 @@ def test_every_setting_of_every_engine_has_clients(monkeypatch: pytest.MonkeyPat
     def started(made: dict[str, Any], *_: Any) -> Iterator[Any]:
         yield {name: dict.fromkeys(cpu_settings.SETTINGS[name], worker) for name in made}
 
+    class Tokenizer:
+        def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+            return list(messages[-1]["content"].encode())
+
+    model = SimpleNamespace(tokenizer=Tokenizer())
+    monkeypatch.setattr(engine_load, "pd", SimpleNamespace(models=SimpleNamespace(load=lambda file: model)))
     monkeypatch.setattr(engine_load, "engines", started)
     monkeypatch.setattr(engine_load, "pythons", lambda *_: dict.fromkeys(("pdkernels", "llama.cpp"), "python"))
     kept = tmp_path / "load.json"
     monkeypatch.setattr(
-        "sys.argv", ["engine_load", "--clients", "1", "2", "--rounds", "1", "--tokens", "4", "--to", str(kept)]
+        "sys.argv",
+        ["engine_load", "any.gguf", "--clients", "1", "2", "--rounds", "1", "--tokens", "4", "--to", str(kept)],
     )
     engine_load.main()
     names = [f"pdkernels, {setting}" for setting in cpu_settings.SETTINGS["pdkernels"]]
