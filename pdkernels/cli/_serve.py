@@ -36,6 +36,13 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    prompt_tokens_per_step: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts between two steps: fewer make shorter gaps, and first tokens that come later.",
+        ),
+    ] = 256,
     cache_tokens: Annotated[
         int | None,
         typer.Option(
@@ -132,6 +139,7 @@ def serve(
         sizes: dict[str, Any] = {
             "max_prompt_tokens": max_prompt_tokens,
             "max_new_tokens": max_new_tokens,
+            "prompt_tokens_per_step": prompt_tokens_per_step,
             "cache_tokens": cache_tokens,
             "prefix_dir": prefix_dir,
             "prefix_dir_bytes": prefix_dir_bytes,

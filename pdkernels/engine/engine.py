@@ -75,7 +75,7 @@ class Engine:
         max_prompt_tokens, max_new_tokens: limits of a request; a row of a cache has room for both. None: what the model
             was trained for, at most 4,096 together, three quarters of it for the prompt.
         max_waiting: requests that have not joined a batch.
-        prompt_tokens_per_step: tokens of prompts that may run between two steps. A longer prompt runs in pieces, so
+        prompt_tokens_per_step: tokens of prompts, of all batches, that may run between two steps. A longer prompt runs in pieces, so
             that it does not stall the others.
         kept_prompt_tokens: tokens of earlier prompts and answers whose K and V are kept, for prompts that begin with the
             same ones; 0 keeps none. Recurrent states that are kept count as the tokens whose memory they take; of layers
@@ -455,9 +455,10 @@ class Engine:
             for method_batch in method_batches
             if method_batch.batch is not None and (method_batch.busy or method_batch.waiting)
         ]
-        for method_batch in live:
+        budget = self.prompt_tokens_per_step
+        for method_batch in sorted(live, key=lambda method_batch: method_batch.next_prompt):
             try:
-                method_batch.turn(self._memory, self.prompt_tokens_per_step, before, self._metrics)
+                budget -= method_batch.turn(self._memory, budget, before, self._metrics)
             except BrokenModel:
                 raise
             except BaseException as error:  # of the batch: a model that fails, memory that has run out, a hook

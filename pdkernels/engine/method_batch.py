@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -106,6 +107,11 @@ class MethodBatch:
         """The number of the first request that waits."""
         return self.waiting[0].handle.number
 
+    @property
+    def next_prompt(self) -> float:
+        """The number of the request whose prompt runs next; infinity: there is none."""
+        return self.prefilling.handle.number if self.prefilling else self.oldest if self.waiting else math.inf
+
     def open(self) -> None:
         """Allocates the smallest batch."""
         self._take(self._size(1))
@@ -124,12 +130,13 @@ class MethodBatch:
         for request in prefilling:
             _ended(request, None, metrics, error=error)
 
-    def turn(self, memory: Memory, budget: int, before: int | None, metrics: EngineMetrics) -> None:
-        """Lets requests join and leave, and runs a step.
+    def turn(self, memory: Memory, budget: int, before: int | None, metrics: EngineMetrics) -> int:
+        """Lets requests join and leave, and runs a step. Returns the tokens of prompts that ran.
 
         Args:
             memory: earlier prompts, and pages.
-            budget: tokens of prompts that may run in this turn; one prompt that cannot run in pieces may be longer.
+            budget: tokens of prompts that may run in this turn; one prompt that cannot run in pieces may be longer. Without
+                a positive one none runs.
             before: only requests with a smaller number may begin; None: all may.
             metrics: is updated.
         """
@@ -137,8 +144,9 @@ class MethodBatch:
         for row, request in list(self.running.items()):
             if (reason := request.over) is not None:
                 self._leave(row, memory, metrics, reason)
-        while budget > 0 and (spent := self._join(memory, budget, before, metrics)) > 0:
-            budget -= spent
+        spent = 0
+        while spent < budget and (ran := self._join(memory, budget - spent, before, metrics)) > 0:
+            spent += ran
         self._grow(memory, metrics)
         if self.running:
             metrics.steps += 1
@@ -147,6 +155,7 @@ class MethodBatch:
                 self._leave(row, memory, metrics)
         self._shrink()
         self.last_used = time.perf_counter()
+        return spent
 
     def drop_waiting(self, metrics: EngineMetrics) -> None:
         """Ends the waiting requests that have been cancelled, or are late."""

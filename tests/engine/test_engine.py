@@ -359,6 +359,31 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
     assert order[:at].count("short") >= 390 // 16 - 2
 
 
+def test_long_prompts_of_several_methods_share_the_tokens_of_a_step() -> None:
+    model = pd.models.load("tiny-code")
+    order: list[str] = []
+    with Engine(model, max_prompt_tokens=400, max_new_tokens=60, prompt_tokens_per_step=16) as engine:
+        started, told = threading.Event(), threading.Event()
+
+        def short(_sequence: int, _ids: list[int], _accepted: int) -> None:
+            order.append("short")
+            started.set()
+            told.wait(60)
+
+        first = engine.submit("a", max_new_tokens=60, end_tokens=(), on_tokens=short)
+        assert started.wait(60)
+        settings: dict[str, Any] = {"max_new_tokens": 1, "end_tokens": ()}
+        others = [
+            engine.submit(letter * 300, on_tokens=lambda *_: order.append("long"), **settings, **more)
+            for letter, more in (("x", {"method": "jacobi", "block_size": 4}), ("y", {"presence_penalty": 0.5}))
+        ]
+        told.set()
+        for handle in (first, *others):
+            handle.result(60)
+    at = len(order) - order[::-1].index("long")
+    assert order[:at].count("short") >= 2 * 300 // 16 - 2
+
+
 def test_kinds_beyond_the_batches_take_turns_in_their_order() -> None:
     model = pd.models.load("tiny-code")
     done: list[int] = []
