@@ -18,6 +18,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 import tokenizers
 from lm_eval.api.instance import Instance
+from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
 
 from pdkernels.decoding import generate
@@ -63,7 +64,7 @@ def checkpoint(folder: Path, bos: str | None, begins: bool) -> Path:
             single=["<|begin|>", "$A"], special_tokens=[("<|begin|>", 1)]
         )
     made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "TokenizersBackend", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | ({} if bos is None else {"bos_token": bos})))
     return folder
 
@@ -98,6 +99,8 @@ KINDS: dict[str, tuple[str | None, bool, dict[str, Any]]] = {
 @pytest.fixture(params=KINDS, scope="module")
 def both(request: Any, tmp_path_factory: Any) -> tuple[HarnessModel, Any]:
     bos, begins, options = KINDS[request.param]
+    if options.get("add_bos_token", begins) and not hasattr(huggingface, "has_bos_prefix"):
+        pytest.skip("this version puts BOS before a text whatever the tokenizer and the text say")
     folder = checkpoint(tmp_path_factory.mktemp("lm") / "model", bos, begins)
     theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2, **options)
     return HarnessModel(str(folder), batch_size=2, **options), theirs
