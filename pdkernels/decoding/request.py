@@ -15,7 +15,7 @@ from pdkernels.generation.logprobs import log_probs
 from pdkernels.generation.params import MAX_POSITIONS, SamplingParams
 from pdkernels.generation.prompts import Prompts, token_lists
 from pdkernels.generation.replay import Source, special_names
-from pdkernels.generation.result import DecodeResult, DecodeStats, OnTokens
+from pdkernels.generation.result import DecodeResult, DecodeStats, LogProbs, OnTokens
 from pdkernels.generation.session import Session, inference
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.models.checkpoints.request_adapters import checked_name
@@ -118,9 +118,25 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
     warnings.warn(message(_OP, "prompt", expectation, actual), stacklevel=5)
 
 
-def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
-    """The result of `generate` from a session that `decode` fills; with its log-probabilities in one more pass, unless
-    the session has them."""
+def likely_of(session: Session) -> list[LogProbs] | None:
+    """The log-probabilities of texts, if they are asked for: in one more pass, unless the session has them."""
+    if session.likely is not None:
+        return session.likely.of(session.prompts, session.tokens)
+    count, model = session.params.logprobs, getattr(session.model, "model_itself", session.model)
+    if count is None:
+        return None
+    with inference():
+        return log_probs(model, session.prompts, session.tokens, count, session.adapters)
+
+
+def finished(
+    session: Session,
+    single: bool,
+    method: str,
+    decode: Callable[[], int | None],
+    likely: Callable[[Session], list[LogProbs] | None] = likely_of,
+) -> DecodeResult[Any, Any]:
+    """The result of `generate` from a session that `decode` fills, with its log-probabilities by `likely`."""
     started = time.perf_counter()
     with inference():
         forwards = decode()
@@ -151,13 +167,7 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         text = [decode_text(sequence) for sequence in texts]
     model = session.model
     source = Source(session.prompts, session.tokens, model.tokenizer, special_names(model)) if session.trace else None
-    probabilities = None if session.likely is None else session.likely.of(session.prompts, session.tokens)
-    count = session.params.logprobs
-    if count is not None and probabilities is None:
-        with inference():
-            probabilities = log_probs(
-                getattr(model, "model_itself", model), session.prompts, session.tokens, count, session.adapters
-            )
+    probabilities = likely(session)
     if single:
         only = None if probabilities is None else probabilities[0]
         return DecodeResult(ids[0], None if text is None else text[0], stats, only, source)

@@ -33,7 +33,7 @@ from pdkernels.generation.grammar_rows import JoinedGrammars
 from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams, take_params
 from pdkernels.generation.prompts import Prompts
 from pdkernels.generation.session import Session
-from pdkernels.models.checkpoints.request_adapters import checked_name, load_adapter, unload_adapter
+from pdkernels.models.checkpoints.request_adapters import add_adapter, checked_name, new_adapter, unload_adapter
 from pdkernels.models.protocols import keeps_windows
 from pdkernels.models.text.tokenizers import incremental
 
@@ -286,8 +286,9 @@ class Engine:
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Gives its model a LoRA adapter that requests may name, while others run; `pdkernels.models.load_adapter` says
         what it raises."""
+        adapter = new_adapter(self.model, name, folder)
         with self._lock:
-            load_adapter(self.model, name, folder)
+            add_adapter(self.model, adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Takes an adapter from its model.
@@ -307,7 +308,7 @@ class Engine:
         method_batches = self._method_batches.values()
         prefilling = [batch.prefilling for batch in method_batches if batch.prefilling is not None]
         others = ([*batch.waiting, *batch.running.values()] for batch in method_batches)
-        return [*prefilling, *itertools.chain.from_iterable(others)]
+        return [*prefilling, *itertools.chain.from_iterable(others), *self._memory.scoring.requests]
 
     def metrics(self) -> EngineMetrics:
         """A copy of the counters.
@@ -326,6 +327,7 @@ class Engine:
             now.running = sum(
                 len(method_batch.running) + (method_batch.prefilling is not None) for method_batch in method_batches
             )
+            now.running += len(self._memory.scoring)
             now.batches = sum(method_batch.batch is not None for method_batch in method_batches)
             self._memory.count(now)
         return now
@@ -427,27 +429,26 @@ class Engine:
     @property
     def _idle(self) -> bool:
         with self._lock:
-            return not self._closing and not any(
-                method_batch.busy or method_batch.waiting for method_batch in self._method_batches.values()
-            )
+            return not (self._closing or self._works)
+
+    @property
+    def _works(self) -> bool:
+        """Whether there are requests."""
+        batches = self._method_batches.values()
+        return any(batch.busy or batch.waiting for batch in batches) or len(self._memory.scoring) > 0
 
     def _turn(self) -> bool:
         """Lets all batches run a step; whether there may be more to do."""
         with self._lock:
             method_batches = list(self._method_batches.values())
+            for request in self._requests() if self._closing == "cancel" else ():
+                request.handle.cancel(unread=True)
             for method_batch in method_batches:
-                if self._closing == "cancel":
-                    for request in [
-                        *method_batch.waiting,
-                        *method_batch.running.values(),
-                        *([method_batch.prefilling] if method_batch.prefilling else []),
-                    ]:
-                        request.handle.cancel()
-                method_batch.drop_waiting(self._metrics)
+                method_batch.drop_waiting(self._memory, self._metrics)
             self._memory.waiting(
                 {request.handle.number for method_batch in method_batches for request in method_batch.waiting}
             )
-            if self._closing and not any(method_batch.busy or method_batch.waiting for method_batch in method_batches):
+            if self._closing and not self._works:
                 return False
             before = self._open_batches()
         live = self._memory.method_batches = [
@@ -463,12 +464,14 @@ class Engine:
                 raise
             except BaseException as error:  # of the batch: a model that fails, memory that has run out, a hook
                 method_batch.fail(error, self._metrics)
+        self._memory.scoring.turn(self._memory, self.prompt_tokens_per_step)
         return True
 
     def _fail(self, error: BaseException) -> None:
         """Ends all requests when the thread cannot go on."""
         with self._lock:
             self.failure, self._method_batches, self._memory.method_batches = error, {}, []
+            self._memory.scoring.clear()
             for handle in list(self._handles):
                 if not handle.done:
                     self._metrics.finished["error"] = self._metrics.finished.get("error", 0) + 1
@@ -478,6 +481,7 @@ class Engine:
 
     def _after_fork(self) -> None:
         self._lock, self._method_batches, self._memory.method_batches = threading.RLock(), {}, []
+        self._memory.scoring.clear()
         if self.failure is None:
             fault = "it runs in the process of which this one is a fork"
             self.failure = RuntimeError(sentence("Engine", fault, "Make an engine in this process."))

@@ -44,6 +44,8 @@ class Generation:
         self._error: BaseException | None = None
         self.cancelled = False
         """Whether `cancel` was called."""
+        self.unread = False
+        """Whether nobody will read it."""
         self._standing: tuple[int, int, list[int | None]] = (0, 0, [])  # number, the pieces before it, its tokens
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
@@ -67,8 +69,13 @@ class Generation:
         with self._changed:
             return list(self._pieces)
 
-    def cancel(self) -> None:
-        """Ends it at the next step; what it has so far stays readable. No effect on one that has ended."""
+    def cancel(self, *, unread: bool = False) -> None:
+        """Ends it at the next step; what it has so far stays readable. No effect on one that has ended.
+
+        Args:
+            unread: nobody will read it, so its log-probabilities are not computed.
+        """
+        self.unread = self.unread or unread
         self.cancelled = True
 
     def result(self, timeout: float | None = None) -> DecodeResult[Any, Any]:

@@ -18,9 +18,11 @@ from pdkernels.engine.disk import Piece
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
+from pdkernels.engine.scoring import Ended, Scoring
 from pdkernels.engine.tree import SHORTEST, CachedPrefix
 from pdkernels.generation.filters import Filters
 from pdkernels.generation.grammar_rows import JoinedGrammars
+from pdkernels.generation.result import LogProbs
 from pdkernels.generation.sampler import Sampler
 from pdkernels.generation.session import NoChoice, Session
 
@@ -157,11 +159,11 @@ class MethodBatch:
         self.last_used = time.perf_counter()
         return spent
 
-    def drop_waiting(self, metrics: EngineMetrics) -> None:
+    def drop_waiting(self, memory: Memory, metrics: EngineMetrics) -> None:
         """Ends the waiting requests that have been cancelled, or are late."""
         for request in [request for request in self.waiting if request.over]:
             self.waiting.remove(request)
-            self._ended(request, request.over, metrics)
+            self._ended(request, request.over, memory, metrics)
 
     def last(self) -> Request | None:
         """The youngest request that has pages and could give them up."""
@@ -323,14 +325,14 @@ class MethodBatch:
                     return 0
             except BaseException as error:
                 batch.staging.drop()
-                self._ended(self.waiting.popleft(), None, metrics, error=error)
+                self._ended(self.waiting.popleft(), None, memory, metrics, error=error)
                 return 1
             self.prefilling = self.waiting.popleft()
         request, staging = self.prefilling, batch.staging
         if (reason := request.over) is not None:
             staging.drop()
             self.prefilling = None
-            self._ended(request, reason, metrics)
+            self._ended(request, reason, memory, metrics)
             return 1
         # The last token of a prompt runs as the request joins; a text that has been there before has no such token.
         prompt = request.text if request.preempted is None else [*request.text, 0]
@@ -366,7 +368,7 @@ class MethodBatch:
         except BaseException as error:  # of this request: the rows of the others have not changed
             staging.drop()
             self.prefilling = None
-            self._ended(request, None, metrics, error=error)
+            self._ended(request, None, memory, metrics, error=error)
             return max(1, remaining)
         self.prefilling, self.running[row] = None, request
         if request.preempted is None:
@@ -393,18 +395,25 @@ class MethodBatch:
         except BaseException as error:
             _ended(request, None, metrics, error=error)
             return
-        self._finish(request, reason, metrics, forwards)
+        self._finish(request, reason, memory, metrics, forwards)
 
     def _ended(
-        self, request: Request, reason: FinishReason | None, metrics: EngineMetrics, error: BaseException | None = None
+        self,
+        request: Request,
+        reason: FinishReason | None,
+        memory: Memory,
+        metrics: EngineMetrics,
+        error: BaseException | None = None,
     ) -> None:
         """Ends a request that is in no batch."""
         if error is None and request.preempted is not None:
-            self._finish(request, reason, metrics, request.preempted.taken_part)
+            self._finish(request, reason, memory, metrics, request.preempted.taken_part)
         else:
             _ended(request, reason, metrics, error=error)
 
-    def _finish(self, request: Request, reason: FinishReason | None, metrics: EngineMetrics, forwards: int) -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason | None, memory: Memory, metrics: EngineMetrics, forwards: int
+    ) -> None:
         if reason is None:
             session = request.session
             tokens = session.tokens[0]
@@ -412,10 +421,19 @@ class MethodBatch:
             reason = "stop" if stopped or len(tokens) < session.max_new_tokens else "length"
         else:
             request.session.stopped[0] = True  # whatever it has, it is whole
-        try:
-            _ended(request, reason, metrics, self.method, forwards)
-        except BaseException as error:  # a text that is not one of its grammar
-            _ended(request, None, metrics, error=error)
+
+        def tell(likely: list[LogProbs] | None, error: BaseException | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                _ended(request, reason, metrics, self.method, forwards, likely=likely)
+            except BaseException as failed:  # a model, or a text that is not one of its grammar
+                _ended(request, None, metrics, error=failed)
+
+        if Scoring.wanted(request):
+            memory.scoring.add(Ended(request, tell))
+        else:
+            tell(None, None)
 
     def _size(self, requests: int) -> int:
         return min(self._rows, 1 << (requests - 1).bit_length()) if self._grows else self._rows
@@ -449,8 +467,10 @@ def _ended(
     method: str = "",
     forwards: int | None = None,
     error: BaseException | None = None,
+    likely: list[LogProbs] | None = None,
 ) -> None:
-    """Tells a request that it has ended, and counts it. Without `forwards` it never ran."""
+    """Tells a request that it has ended, and counts it. Without `forwards` it never ran; `likely`: its
+    log-probabilities."""
     if isinstance(error, NoChoice):
         refuse_broken(getattr(request.session.model, "model_itself", request.session.model), error)
     handle, result = request.handle, None
@@ -458,7 +478,7 @@ def _ended(
     error = error or flushed
     reason = reason if error is None else None
     if forwards is not None and error is None:
-        result = finished(request.session, True, method, lambda: forwards)
+        result = finished(request.session, True, method, lambda: forwards, lambda _: likely)
         seconds = time.perf_counter() - (handle.joined or handle.submitted)
         result = replace(result, stats=replace(result.stats, seconds=seconds))
         metrics.new_tokens += result.stats.tokens

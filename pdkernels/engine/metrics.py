@@ -13,7 +13,7 @@ class EngineMetrics:
     waiting: int = 0
     """Requests that have not joined a batch."""
     running: int = 0
-    """Requests in a batch."""
+    """Requests in a batch, and those whose log-probabilities are computed."""
     batches: int = 0
     """Batches that are allocated: one for each method with its options."""
     submitted: int = 0

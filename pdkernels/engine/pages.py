@@ -18,6 +18,7 @@ from pdkernels.cache.windowed_pool import PIECE, SPARE, most_pages
 from pdkernels.engine.disk import Piece, PrefixFolder, Rows, Written, rows_of_states, states_of_rows
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.prefixes import Prefixes
+from pdkernels.engine.scoring import Scoring
 from pdkernels.engine.tree import PrefixTree, Root
 from pdkernels.generation.session import Session
 from pdkernels.models.architectures.caches import windows_of
@@ -63,6 +64,7 @@ class Memory:
         self.folder: PrefixFolder | None = None
         self.method_batches: list[Any] = []
         """Those with requests."""
+        self.scoring = Scoring()
         self._alone = -1, 0.0
         """The last request that has found too few pages, and since when no other has had any."""
         if not hasattr(model, "new_pool") or lacking(model, "new_cache", ("pool",)):

@@ -3,7 +3,7 @@ written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class WrittenLogProbs:
 
 
 CHUNK = 64
-"""New tokens per forward of the pass: logits of this many rows are in memory at once."""
+"""Tokens per forward of the pass: logits of this many rows are in memory at once."""
 
 
 def scored(
@@ -55,30 +55,48 @@ def scored(
     texts: Sequence[list[int]],
     run: Callable[..., Any] | None = None,
     adapters: Sequence[Any] | None = None,
-) -> Iterator[tuple[int, Any]]:
-    """The logits that predict each token of `texts`, which follow `prompts`: pairs of the number of the first token and
-    logits ``(batch, R, V)``; rows past the end of a text are padding. `run` replaces the call of the model; `adapters`: of
-    each text."""
-    run = model if run is None else run
+    known: Callable[[Any], int] | None = None,
+    in_pieces: bool = False,
+) -> Iterator[tuple[int, Any, int]]:
+    """The logits that predict each token of `texts`, which follow `prompts`: the number of the first token, logits
+    ``(batch, R, V)``, and how many tokens of a text have run for them; rows past the end of a text are padding.
+
+    Args:
+        model: whose logits they are.
+        prompts, texts: tokens.
+        run: replaces the call of the model.
+        adapters: of each text.
+        known: puts K and V of the first tokens of all prompts into a cache; returns how many, not the last ones.
+        in_pieces: whether prompts run in pieces, too; after each of them but the last come logits without rows.
+    """
+    run, width = model if run is None else run, max(map(len, prompts))
     longest = max(map(len, texts))
     if longest == 0:
         return
     few = {"drafts": CHUNK} if keeps_windows(model) else {}
-    cache = model.new_cache(len(prompts), max(map(len, prompts)) + longest, **few)
+    cache = model.new_cache(len(prompts), width + longest, **few)
+    done = 0 if known is None else known(cache)
     if adapters is not None:
         cache.adapt_(adapters)
     device = cache.lengths.device
-    width = max(map(len, prompts))
     packed = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    yield 0, run(packed, cache=cache, counts=lengths, rows=(lengths - 1)[:, None])
+    while in_pieces and min(map(len, prompts)) - done > CHUNK:
+        piece = torch.full_like(lengths, CHUNK)
+        logits = run(packed[:, done : done + CHUNK].contiguous(), cache=cache, counts=piece, rows=(piece - 1)[:, None])
+        cache.commit_(piece)
+        done += CHUNK
+        yield 0, logits[:, :0], CHUNK
+    lengths = lengths - done
+    rows = (lengths - 1)[:, None]
+    yield 0, run(packed[:, done:].contiguous(), cache=cache, counts=lengths, rows=rows), width - done
     cache.commit_(lengths)
     remaining = torch.tensor([max(0, len(text) - 1) for text in texts], device=device)
     padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
     for first in range(0, longest - 1, CHUNK):
         tokens = padded[:, first : min(first + CHUNK, longest - 1)].contiguous()
         counts = (remaining - first).clamp(0, tokens.shape[1])
-        yield first + 1, run(tokens, cache=cache, counts=counts)
+        yield first + 1, run(tokens, cache=cache, counts=counts), tokens.shape[1]
         cache.commit_(counts)
 
 
@@ -91,18 +109,32 @@ def log_probs(
 ) -> list[LogProbs]:
     """The log-probabilities of each text's tokens, and the `count` largest of each place, under the model's own
     distribution."""
+    steps = steps_of(scored(model, prompts, texts, adapters=adapters), texts, count)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: list[LogProbs] = end.value
+            return found
+
+
+def steps_of(
+    logits: Iterator[tuple[int, Any, int]], texts: Sequence[list[int]], count: int
+) -> Generator[int, None, list[LogProbs]]:
+    """Those of `log_probs`, from what `scored` yields, a step for each forward, which yields the tokens that it ran."""
     chunks: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in texts]
-    for first, logits in scored(model, prompts, texts, adapters=adapters):
-        if hasattr(logits, "full_tensor"):
-            logits = logits.full_tensor()
-        distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    for first, rows, count_run in logits:
+        if hasattr(rows, "full_tensor"):
+            rows = rows.full_tensor()
+        distribution = rows.to(torch.promote_types(rows.dtype, torch.float32)).log_softmax(-1)
         top = distribution.topk(min(count, distribution.shape[-1]), -1)
-        for rows, text, chunk in zip(range(len(texts)), texts, chunks, strict=True):
+        for row, text, chunk in zip(range(len(texts)), texts, chunks, strict=True):
             ids = torch.tensor(
                 text[first : first + distribution.shape[1]], dtype=torch.int64, device=distribution.device
             )
-            chosen = distribution[rows, : len(ids)].gather(-1, ids[:, None])[:, 0]
-            chunk.append((chosen.cpu(), top.indices[rows, : len(ids)].cpu(), top.values[rows, : len(ids)].cpu()))
+            chosen = distribution[row, : len(ids)].gather(-1, ids[:, None])[:, 0]
+            chunk.append((chosen.cpu(), top.indices[row, : len(ids)].cpu(), top.values[row, : len(ids)].cpu()))
+        yield count_run
     none = torch.zeros(0, count, dtype=torch.float32, device="cpu")
     empty = none.new_zeros(0), none.long(), none
     return [LogProbs(*(torch.cat(column) for column in zip(*(chunk or [empty]), strict=True))) for chunk in chunks]

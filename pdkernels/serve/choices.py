@@ -150,9 +150,9 @@ class Choice:
     def cancel(self) -> None:
         """Ends what still runs."""
         self._cancelled = True
-        self.handle.cancel()
+        self.handle.cancel(unread=True)
         if self._rest is not None:
-            self._rest.cancel()
+            self._rest.cancel(unread=True)
 
     def _written(self, tokens: list[int | None]) -> Standing:
         standing: Standing = []

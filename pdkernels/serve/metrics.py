@@ -5,11 +5,14 @@ Source: prometheus.io/docs/instrumenting/exposition_formats, "Text-based format"
 
 from __future__ import annotations
 
+from typing import get_args
+
 from pdkernels.engine import EngineMetrics
+from pdkernels.engine.generation import FinishReason
 
 _GAUGES = {
     "waiting": "Requests that have not joined a batch.",
-    "running": "Requests in a batch.",
+    "running": "Requests in a batch, and those whose log-probabilities are computed.",
     "batches": "Allocated batches.",
     "pages": "Pages that all requests share; 0 for a model without pages.",
     "used_pages": "Pages of requests and of earlier texts.",
@@ -54,7 +57,6 @@ def prometheus(metrics: EngineMetrics) -> str:
                 full = f"pdkernels_request_{name}_seconds_total"
             lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}", f"{full} {getattr(metrics, name)}"]
     lines += ["# HELP pdkernels_finished_total Finished requests.", "# TYPE pdkernels_finished_total counter"]
-    lines += [
-        f'pdkernels_finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(metrics.finished.items())
-    ]
+    counts = {**dict.fromkeys((*get_args(FinishReason), "error"), 0), **metrics.finished}
+    lines += [f'pdkernels_finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(counts.items())]
     return "\n".join(lines) + "\n"

@@ -145,7 +145,7 @@ def plain_logits(model: Any, prompts: list[list[int]], texts: list[list[int]]) -
     """The model's logits of each new token, float32 ``(batch, V)``: 0 for texts that have ended."""
     lengths = torch.tensor([len(text) for text in texts], device="cpu")
     columns: list[Tensor] = []
-    for first, logits in scored(model, prompts, texts):
+    for first, logits, _ in scored(model, prompts, texts):
         for place, rows in enumerate(logits.float().unbind(1), first):
             ended = lengths.to(rows.device) <= place
             columns.append(rows.masked_fill(ended[:, None], 0).clone())

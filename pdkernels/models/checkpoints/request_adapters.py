@@ -60,17 +60,32 @@ def load_adapter(model: Any, name: str, folder: str | Path) -> None:
         >>> texts[0] == pd.decoding.generate(model, "import ", max_new_tokens=4).text, list(model.adapters)
         (True, ['mine'])
     """
+    add_adapter(model, new_adapter(model, name, folder))
+
+
+def new_adapter(model: Any, name: str, folder: str | Path) -> LoraAdapter:
+    """Reads an adapter for a model, which does not have it yet. Raises as `load_adapter`."""
     check_type(isinstance(name, str), _OP, "name", "be a string", type(name).__name__)
     if not isinstance(model, Transformer) or hasattr(model, "ranks"):
         raise NotImplementedError(message(_OP, "model", "be a Transformer on one device", type(model).__name__))
     check(name != "", _OP, "name", "not be empty", repr(name))
-    taken = name in model.adapters
-    check(not taken, _OP, "name", "not be that of another adapter", repr(name), "Unload that one first.")
+    _check_free(model, name)
     layout = model.layout or hf.layout(model.config)
     if layout.turned is not None:
         raise NotImplementedError(message(_OP, "model", "keep its checkpoint's order of rows", "another order"))
     read = read_adapter(weight_folder(folder), layout)
-    model.adapters[name] = LoraAdapter(name, _layers(read, layout, model))
+    return LoraAdapter(name, _layers(read, layout, model))
+
+
+def add_adapter(model: Any, adapter: LoraAdapter) -> None:
+    """Gives a model an adapter that has been read for it. ValueError: its name is taken."""
+    _check_free(model, adapter.name)
+    model.adapters[adapter.name] = adapter
+
+
+def _check_free(model: Any, name: str) -> None:
+    taken = name in model.adapters
+    check(not taken, _OP, "name", "not be that of another adapter", repr(name), "Unload that one first.")
 
 
 def unload_adapter(model: Any, name: str) -> None:
