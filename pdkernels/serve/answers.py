@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -16,8 +16,10 @@ from pdkernels.serve.calls import joined
 from pdkernels.serve.choices import Choice, New
 from pdkernels.serve.errors import error_body
 from pdkernels.serve.gate import told
+from pdkernels.serve.json_text import written_json
 from pdkernels.serve.parser import Thought
 from pdkernels.serve.tagged import CallDelta
+from pdkernels.serve.threads import in_thread
 
 _AHEAD = 2
 """News of a stream that wait for its client."""
@@ -53,12 +55,11 @@ class Answer:
         read = await asyncio.gather(*map(whole_choice, self.choices))
         entries = []
         for index, (choice, (thought, text, calls)) in enumerate(zip(self.choices, read, strict=True)):
+            likely = await in_thread(self._likely, choice)
             content: dict[str, Any] = {"text": text}
             if self.chat:
                 content = {"message": {"role": "assistant", **self._thought(thought), **_message(text, calls)}}
-            entries.append(
-                {"index": index, **content, "logprobs": self._likely(choice), "finish_reason": choice.reason}
-            )
+            entries.append({"index": index, **content, "logprobs": likely, "finish_reason": choice.reason})
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": entries, "usage": self.usage()}
 
@@ -81,6 +82,7 @@ class Answer:
     async def events(self, with_usage: bool) -> AsyncGenerator[str, None]:
         """The events of a stream."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
+        none: dict[str, Any] = {"usage": None} if with_usage else {}
         # Of bounded length: what nobody reads waits in the generations, which keep the latest of what may still change.
         news: asyncio.Queue[tuple[int, New | None, BaseException | None]] = asyncio.Queue(_AHEAD)
 
@@ -93,8 +95,8 @@ class Answer:
                 error = failed
             await news.put((index, None, error))
 
-        def event(entries: list[dict[str, Any]], **fields: Any) -> str:
-            return f"data: {json.dumps({**self._head, 'object': kind, 'choices': entries, **fields})}\n\n"
+        def event(entries: list[dict[str, Any]], write: Callable[[Any], str] = json.dumps, **fields: Any) -> str:
+            return f"data: {write({**self._head, 'object': kind, 'choices': entries, **fields})}\n\n"
 
         def entry(index: int, new: New | None) -> dict[str, Any]:
             content_fields: dict[str, Any] = {"provisional": new} if isinstance(new, list) else {}
@@ -110,8 +112,10 @@ class Answer:
             logprobs, reason = (self._likely(choice), choice.reason) if new is None else (None, None)
             return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
+        def last(index: int) -> str:
+            return event([entry(index, None)], written_json, **none)
+
         readers = [asyncio.create_task(read(*pair)) for pair in enumerate(self.choices)]
-        none = {"usage": None} if with_usage else {}
         try:
             if self.chat:
                 for index in range(len(self.choices)):
@@ -124,7 +128,8 @@ class Answer:
                     yield f"data: {json.dumps(error_body(*told(error)))}\n\n"
                     return
                 unfinished -= new is None
-                yield event([entry(index, new)], **none)
+                # The last one has the log-probabilities of the whole answer.
+                yield await in_thread(last, index) if new is None else event([entry(index, new)], **none)
             if with_usage:
                 yield event([], usage=self.usage())
             yield "data: [DONE]\n\n"

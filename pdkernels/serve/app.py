@@ -221,7 +221,7 @@ def create_app(
 
     @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:
-        return PlainTextResponse(prometheus(engine.metrics()), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(prometheus(await in_thread(engine.metrics)), media_type="text/plain; version=0.0.4")
 
     @app.post("/replay")
     async def replay(body: ReplayRequest, request: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -37,7 +38,8 @@ def describe(app: FastAPI, names: Callable[[], list[str]]) -> None:
     """Has an application describe its routes with the names of the models that it serves, the form of its errors, and
     the kinds of its answers."""
 
-    def openapi() -> dict[str, Any]:
+    @cache
+    def described() -> dict[str, Any]:
         with warnings.catch_warnings():  # of one function for GET and HEAD
             warnings.simplefilter("ignore", UserWarning)
             description = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -63,10 +65,15 @@ def describe(app: FastAPI, names: Callable[[], list[str]]) -> None:
                     answers["503"] = {"description": "Cannot answer", "content": answers["200"]["content"]}
                 answers["default"] = error
         for schema in schemas.values():
-            if (model := schema.get("properties", {}).get("model")) is not None:
-                model["enum"] = [*names(), *([None] if "anyOf" in model else [])]
             if schema.get("additionalProperties") is False:  # some clients send null in fields that ask for nothing
                 schema["additionalProperties"] = {"type": "null"}
+        return description
+
+    def openapi() -> dict[str, Any]:
+        description = described()
+        for schema in description["components"]["schemas"].values():
+            if (model := schema.get("properties", {}).get("model")) is not None:
+                model["enum"] = [*names(), *([None] if "anyOf" in model else [])]
         return description
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -208,8 +208,10 @@ class Frontend:
                 ids = self._truncated(ids, body.truncate_prompt_tokens)
                 limit = self.limit(kind, len(ids), most, limit_field)
                 for number in range(count):
+                    # With a seed, the answers to a prompt are those that it gets alone.
+                    place = len(choices) if body.seed is None else number
                     own_params = params.replace(
-                        max_new_tokens=limit, seed=sequence_seed(seed, number) if count > 1 else seed
+                        max_new_tokens=limit, seed=sequence_seed(seed, place) if place else seed
                     )
                     if reading is None:
                         handle = run(ids, params=own_params, timeout=body.timeout)

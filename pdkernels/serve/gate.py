@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import json
 import logging
 import re
 import socket
@@ -20,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 from starlette.responses import JSONResponse
 
 from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, of_failure, shown
+from pdkernels.serve.json_text import written_json
 
 LOG = logging.getLogger("pdkernels.serve")
 _OPEN = ("/", "/health")  # pages that need no key
@@ -35,7 +35,7 @@ class Escaped(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         """Its bytes."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        return written_json(content).encode()
 
 
 class _Broken(Refused):

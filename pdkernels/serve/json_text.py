@@ -12,6 +12,7 @@ from typing import Any
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Words of Python's that models write."""
 _MARKS = frozenset('{}[],:"')
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 class NotANumber(ValueError):
@@ -55,6 +56,48 @@ def _refused(text: str) -> Any:
 def _finite(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _refused(text)
+
+
+_AT_ONCE = 64
+"""Items of a list that are written at once."""
+_LEVELS = 6
+"""Lists and objects inside each other that are cut: what is deeper is written at once."""
+
+
+def written_json(value: Any) -> str:
+    """A value as JSON in ASCII, without NaN. It is written in pieces: while the library writes, no other thread runs.
+
+    >>> written_json({"a": [{"b": "\u00e9"}, 1.5], "c": {}})
+    '{"a":[{"b":"\\\\u00e9"},1.5],"c":{}}'
+    >>> written_json([*range(100)]) == json.dumps([*range(100)], separators=(",", ":"))
+    True
+    """
+    pieces = list[str]()
+    _write(value, pieces, _LEVELS)
+    return "".join(pieces)
+
+
+def _write(value: Any, pieces: list[str], levels: int) -> None:
+    if levels and isinstance(value, dict) and value:
+        for number, (key, item) in enumerate(value.items()):
+            pieces.append(("," if number else "{") + _dumped({key: 0})[1:-2])
+            _write(item, pieces, levels - 1)
+        pieces.append("}")
+    elif isinstance(value, (list, tuple)) and len(value) > _AT_ONCE:
+        for start in range(0, len(value), _AT_ONCE):
+            pieces.append(("," if start else "[") + _dumped(value[start : start + _AT_ONCE])[1:-1])
+        pieces.append("]")
+    elif levels and isinstance(value, (list, tuple)) and any(isinstance(item, (dict, list, tuple)) for item in value):
+        for number, item in enumerate(value):
+            pieces.append("," if number else "[")
+            _write(item, pieces, levels - 1)
+        pieces.append("]")
+    else:
+        pieces.append(_dumped(value))
+
+
+def _dumped(value: Any) -> str:
+    return _ENCODER.encode(value)
 
 
 class JsonWords:

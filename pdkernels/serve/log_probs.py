@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pdkernels.decoding import LogProbs
@@ -61,6 +62,18 @@ def _finite(value: float) -> float:
     return value if value > _LEAST else _LEAST
 
 
+def _by_name(likely: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """The log-probabilities of a place by the names of its tokens, of one name the first.
+
+    >>> _by_name([("a", -0.1), ("", -3.0), ("", -4.0), ("b", -9.0)])
+    {'a': -0.1, '': -3.0, 'b': -9.0}
+    """
+    found = dict[str, float]()
+    for name, value in likely:
+        found.setdefault(name, value)
+    return found
+
+
 def entries(
     chat: bool, tokenizer: Any, ids: list[int], text: str, found: LogProbs, marks: Mapping[int, str] = {}
 ) -> dict[str, Any]:
@@ -74,30 +87,47 @@ def entries(
         text: of the answer, without a prompt.
         marks: what special tokens are in the text.
     """
-    bytes_of = written(tokenizer)
+    bytes_of, special_name = written(tokenizer), getattr(tokenizer, "decode_all", lambda _: "")
     tokens = [marks[token].encode() if token in marks else bytes_of(token) for token in ids]
-    if tokens and getattr(tokenizer, "skips_first_space", False) and not text.startswith(" "):
+    strips = bool(tokens) and getattr(tokenizer, "skips_first_space", False) and not text.startswith(" ")
+    if strips:
         tokens[0] = tokens[0].removeprefix(b" ")
     offsets = [at for at in offsets_of(tokens) if at < len(text)]
     while offsets and not tokens[len(offsets) - 1]:
         offsets.pop()
-    tokens, values = tokens[: len(offsets)], [*map(_finite, found.tokens.tolist())]
+    tokens, prefix = tokens[: len(offsets)], "" if chat else "bytes:"
+
+    @cache
+    def named(token: int, first: bool) -> tuple[str, list[int]]:
+        written_bytes = bytes_of(token).removeprefix(b" " if first else b"")
+        return shown(written_bytes, prefix) or special_name([token]), list(written_bytes)
+
+    values = [*map(_finite, found.tokens.tolist())]
     tops = [
-        [(bytes_of(token), _finite(value)) for token, value in zip(ids, values, strict=True)]
-        for ids, values in zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
+        [(*named(token, strips and place == 0), _finite(value)) for token, value in zip(ids, values, strict=True)]
+        for place, (ids, values) in enumerate(
+            zip(found.top_ids[: len(tokens)].tolist(), found.top[: len(tokens)].tolist(), strict=True)
+        )
     ]
     if chat:
 
-        def entry(token: bytes, value: float) -> dict[str, Any]:
-            return {"token": shown(token), "logprob": value, "bytes": list(token)}
+        def entry(text: str, written_bytes: list[int], value: float) -> dict[str, Any]:
+            return {"token": text, "logprob": value, "bytes": written_bytes}
 
         rows = zip(tokens, values, tops, strict=False)
-        content = [{**entry(token, value), "top_logprobs": [entry(*one) for one in top]} for token, value, top in rows]
+        content = [
+            {**entry(shown(token), list(token), value), "top_logprobs": [entry(*one) for one in top]}
+            for token, value, top in rows
+        ]
         return {"content": content, "refusal": None}
 
+    names = [shown(token, prefix) for token in tokens]
     return {
-        "tokens": [shown(token, "bytes:") for token in tokens],
+        "tokens": names,
         "token_logprobs": values[: len(tokens)],
-        "top_logprobs": [{shown(token, "bytes:"): value for token, value in top} for top in tops[: len(tokens)]],
+        "top_logprobs": [
+            _by_name([*((other, likely) for other, _, likely in top), (name, value)])
+            for name, value, top in zip(names, values, tops, strict=False)
+        ],
         "text_offset": offsets,
     }

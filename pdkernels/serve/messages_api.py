@@ -21,6 +21,7 @@ from pdkernels.serve.errors import NO_THREAD, Refused, error_body, renamed, show
 from pdkernels.serve.gate import told
 from pdkernels.serve.messages import handed_on, part
 from pdkernels.serve.schema import (
+    LONGEST,
     TO_FIRST,
     ChatRequest,
     Common,
@@ -107,7 +108,7 @@ class CountRequest(Strict):
     model: str
     messages: Annotated[ObjectList, Field(min_length=1)]
     system: Annotated[str | ObjectList | None, one_of("a text or a list of blocks"), InUnicode] = None
-    tools: Annotated[list[_Tool], TO_FIRST] | None = None
+    tools: Annotated[list[_Tool], TO_FIRST, LONGEST] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
@@ -312,7 +313,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
         if body.thread is not None:
             raise Refused("thread is not supported here: send the whole conversation", 400, "thread", NO_THREAD)
         with renamed(_FIELDS):
-            chat = body.chat()
+            chat = await in_thread(body.chat)
         with renamed(_FIELDS, inside=False):
             answer = await service.chat(request, chat)
         writer = _Writer(body, answer)
@@ -323,6 +324,6 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> dict[str, int]:
         with renamed(_FIELDS):
-            chat = body.chat()
+            chat = await in_thread(body.chat)
         with renamed(_FIELDS, inside=False):
             return {"input_tokens": len(await in_thread(service.front.chat_tokens, chat))}

@@ -20,8 +20,10 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, renamed, shown
 from pdkernels.serve.gate import Escaped, told
+from pdkernels.serve.json_text import written_json
 from pdkernels.serve.messages import arguments_of, handed_on, part
 from pdkernels.serve.schema import (
+    LONGEST,
     TO_FIRST,
     ChatRequest,
     Common,
@@ -29,12 +31,14 @@ from pdkernels.serve.schema import (
     Flag,
     Integer,
     InUnicode,
+    Metadata,
     ObjectList,
     OneAnswer,
     Strict,
     one_of,
 )
 from pdkernels.serve.service import Service, Stream
+from pdkernels.serve.threads import in_thread
 
 _ENCRYPTED = "reasoning.encrypted_content"
 _MAX_STORED = 1024
@@ -90,7 +94,7 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     background: Literal[False] = False
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
-    tools: Annotated[list[_Tool], TO_FIRST] | None = None
+    tools: Annotated[list[_Tool], TO_FIRST, LONGEST] | None = None
     tool_choice: Annotated[
         Literal["auto", "none", "required"] | _Chosen | None,
         one_of('"auto", "none", "required", or a function: {"type": "function", "name": ..}'),
@@ -98,7 +102,7 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     parallel_tool_calls: Flag | None = None
     text: _Text = _Text()
     reasoning: _Reasoning | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], TO_FIRST] | None = None  # `_ENCRYPTED`
     """A thought is part of its item, which can be sent back: nothing is encrypted."""
@@ -208,11 +212,19 @@ def _content(content: Any, place: str) -> str:
     return "".join(texts)
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
+    """A response as it is kept."""
+
     response: dict[str, Any]
     messages: list[dict[str, Any]]
     """Of the chat, with the answer; without instructions."""
     nbytes: int
+    """As JSON."""
+
+    @classmethod
+    def of(cls, response: dict[str, Any], messages: list[dict[str, Any]]) -> Stored:
+        """The response with its chat."""
+        return cls(response, messages, len(written_json([response, messages])))
 
 
 class ResponseStore:
@@ -220,13 +232,14 @@ class ResponseStore:
 
     def __init__(self, most: int = _MAX_STORED, nbytes: int = _MAX_BYTES) -> None:
         self._most, self._max_bytes, self._nbytes = most, nbytes, 0
-        self._kept: OrderedDict[str, _Stored] = OrderedDict()
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
 
-    def keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-        """Keeps a response. The oldest ones make room."""
-        nbytes = len(json.dumps([response, messages]))
-        self._kept[response["id"]] = _Stored(response, messages, nbytes)
-        self._nbytes += nbytes
+    def keep(self, stored: Stored) -> None:
+        """Keeps a response, unless it is larger than all may be. The oldest ones make room."""
+        if stored.nbytes > self._max_bytes:
+            return
+        self._kept[stored.response["id"]] = stored
+        self._nbytes += stored.nbytes
         while len(self._kept) > self._most or self._nbytes > self._max_bytes:
             self._nbytes -= self._kept.popitem(last=False)[1].nbytes
 
@@ -276,7 +289,7 @@ class _Writer:
         """The response."""
         async for step, block, piece in block_steps(self._answer.choices[0]):
             self._step(step, block, piece)
-        return self._finished()
+        return await self._finished()
 
     async def events(self) -> AsyncGenerator[str, None]:
         """The events of a stream."""
@@ -286,7 +299,7 @@ class _Writer:
             async for step, block, piece in block_steps(self._answer.choices[0]):
                 for kind, fields in self._step(step, block, piece):
                     yield self._event(kind, **fields)
-            response = self._finished()
+            response = await self._finished()
             yield self._event(f"response.{response['status']}", response=response)
         except Exception as error:
             failure = {"code": "server_error", "message": told(error)[0]}
@@ -323,7 +336,7 @@ class _Writer:
         place_fields = {"item_id": self._items[-1]["id"], **({} if block.kind == "call" else {"content_index": 0})}
         return [(kind, {**ids, **({} if kind in item_events else place_fields), **fields}) for kind, fields in events]
 
-    def _finished(self) -> dict[str, Any]:
+    async def _finished(self) -> dict[str, Any]:
         reason, usage = self._answer.choices[0].reason, self._answer.usage()
         ended = reason in ("stop", "tool_calls")
         details = {"reason": "max_output_tokens" if reason == "length" else reason}
@@ -342,9 +355,12 @@ class _Writer:
             },
         }
         if self._body.store:
-            messages = self._chat.messages[1:] if self._body.instructions is not None else self._chat.messages
-            self._store.keep(response, [*messages, *messages_of(list(map(_kept, self._items)))])
+            self._store.keep(await in_thread(self._stored, response))
         return response
+
+    def _stored(self, response: dict[str, Any]) -> Stored:
+        messages = self._chat.messages[1:] if self._body.instructions is not None else self._chat.messages
+        return Stored.of(response, [*messages, *messages_of([*map(_kept, self._items)])])
 
 
 def _kept(item: dict[str, Any]) -> dict[str, Any]:
@@ -388,7 +404,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def respond(body: ResponseRequest, request: Request) -> Response:
         with renamed(_FIELDS):
-            chat = body.chat(store.messages(body.previous_response_id))
+            chat = await in_thread(body.chat, store.messages(body.previous_response_id))
         with renamed(_FIELDS, inside=False):
             answer = await service.chat(request, chat)
         writer = _Writer(body, chat, answer, store)
@@ -401,7 +417,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
         for name, value in request.query_params.multi_items():
             if not (value == "false" or (name.startswith("include") and value == _ENCRYPTED)):
                 raise Refused(f"{name} is not supported here: a response that is kept comes whole", 400, name)
-        return Escaped(store.response(response_id))
+        return await in_thread(Escaped, store.response(response_id))
 
     @app.delete("/v1/responses/{response_id}")
     async def forget(response_id: str) -> dict[str, Any]:

@@ -26,8 +26,10 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from pdkernels.generation.params import SETTINGS, Setting
 
-_LONGEST = Field(max_length=4096)
-"""Limit of lists and objects."""
+_MOST = 4096
+"""Items of lists and objects."""
+LONGEST = Field(max_length=_MOST)
+"""Of lists."""
 TO_FIRST = Field(fail_fast=True)
 """Of lists: nothing is said of what comes after a wrong item."""
 TextList = Annotated[list[str], TO_FIRST]
@@ -51,6 +53,8 @@ Flag = StrictBool
 
 
 def _in_unicode(texts: Any) -> Any:
+    if isinstance(texts, list) and texts and isinstance(texts[0], int):  # a prompt of many ids
+        return texts
     for item in [texts] if isinstance(texts, str) else texts or ():
         text = item.get("text") if isinstance(item, dict) else item
         try:
@@ -61,6 +65,20 @@ def _in_unicode(texts: Any) -> Any:
             fault = "must hold only Unicode characters, got the surrogate {character}"
             raise PydanticCustomError("unicode", fault, {"character": character}) from None
     return texts
+
+
+def few(most: int) -> BeforeValidator:
+    """Of objects with at most so many fields, which are counted before each of them is looked at: errors of many would take
+    seconds."""
+
+    def validate(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticKnownError(
+                "too_long", {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
+            )
+        return value
+
+    return BeforeValidator(validate)
 
 
 InUnicode = AfterValidator(_in_unicode)
@@ -100,8 +118,15 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _asked(cls, value: Any) -> Any:
-        """Some clients send null in fields that ask for nothing, known here or not."""
-        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+        """Some clients send null in fields that ask for nothing, known here or not. Of many unknown ones the first is told."""
+        if not isinstance(value, dict):
+            return value
+        asked = {name: one for name, one in value.items() if one is not None}
+        if cls.model_config.get("extra") == "forbid":
+            known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
+            for name in [name for name in asked if name not in known][1:]:
+                del asked[name]
+        return asked
 
 
 class StreamOptions(Strict):
@@ -115,14 +140,14 @@ def _json_type(setting: Setting) -> Any:
     """The type of a setting's field."""
     minimum, maximum = setting.wire_bounds
     number = Annotated[Number, Field(ge=minimum, le=maximum, allow_inf_nan=False)]
-    token_ids = Annotated[IdList, _LONGEST]
+    token_ids = Annotated[IdList, LONGEST]
     types = {
         "number": number,
         "integer": Annotated[Integer, Field(ge=minimum, le=maximum)],
         "integers": token_ids,
-        "sequences": Annotated[list[token_ids], _LONGEST, TO_FIRST],
-        "numbers by token": Annotated[dict[Place, number], _LONGEST],
-        "tokens by place": Annotated[dict[Place, StrictInt], _LONGEST],
+        "sequences": Annotated[list[token_ids], LONGEST, TO_FIRST],
+        "numbers by token": Annotated[dict[Place, number], few(_MOST)],
+        "tokens by place": Annotated[dict[Place, StrictInt], few(_MOST)],
         "name": Annotated[str, Field(min_length=1, max_length=256)],
         "strings": Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)],
     }
@@ -163,11 +188,14 @@ class Common(Strict):
     priority: Literal[0] = 0
 
 
+Metadata = Annotated[dict[str, str], few(16)]
+
+
 class Settings(Sampling, Common):  # type: ignore[misc]
     """Fields of OpenAI's older endpoints."""
 
     stream_options: StreamOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: Literal[False] | None = None
     regex: str | None = None
     """A regular expression that the whole answer matches."""
@@ -194,10 +222,10 @@ Depth = Annotated[
 """How often a reference of a schema may be inside itself."""
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Strict):
     """A schema that an answer follows."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
     name: str = ""
     description: str | None = None
     strict: Flag | None = None
@@ -241,7 +269,7 @@ class ChatRequest(Settings):
 
     messages: Annotated[ObjectList, Field(min_length=1)]
     max_completion_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = None  # type: ignore[valid-type]
-    tools: Annotated[list[Tool], TO_FIRST] | None = None
+    tools: Annotated[list[Tool], TO_FIRST, LONGEST] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     """Of a dictionary, a function's: `{"type": "function", "function": {"name": ..}}`."""
     parallel_tool_calls: Flag | None = None
@@ -284,7 +312,7 @@ class CompletionRequest(Settings):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[
-        str | IdList | Annotated[TextList, _LONGEST] | Annotated[list[IdList], TO_FIRST, _LONGEST],
+        str | IdList | Annotated[TextList, LONGEST] | Annotated[list[IdList], TO_FIRST, LONGEST],
         one_of("a text, a list of token ids, or a list of at most 4096 texts or lists of ids"),
         InUnicode,
     ]

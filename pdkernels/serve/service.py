@@ -83,7 +83,7 @@ class Service:
                 if await request.is_disconnected():
                     return Response(status_code=499)
                 await asyncio.wait([making], timeout=POLL)
-            return Escaped(making.result())
+            return await in_thread(Escaped, making.result())
         finally:
             answer.cancel()
             making.cancel()

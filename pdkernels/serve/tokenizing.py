@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import FastAPI
+from fastapi.responses import Response
 from pydantic import Field, StrictInt
 
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.frontend import Frontend
+from pdkernels.serve.gate import Escaped
 from pdkernels.serve.log_probs import shown, written
-from pdkernels.serve.schema import TO_FIRST, ChatRequest, Flag, InUnicode, ObjectList, Strict, Tool
+from pdkernels.serve.schema import LONGEST, TO_FIRST, ChatRequest, Flag, InUnicode, ObjectList, Strict, Tool
 from pdkernels.serve.threads import in_thread
 
 
@@ -31,7 +33,7 @@ class TokenizeRequest(Strict):
     """Whether a chat ends with the beginning of an answer; null: unless its last message is continued."""
     continue_final_message: Flag = False
     """Whether a chat ends within its last message."""
-    tools: Annotated[list[Tool], TO_FIRST] | None = None
+    tools: Annotated[list[Tool], TO_FIRST, LONGEST] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -100,27 +102,30 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
         )
         return front.chat_tokens(chat)
 
-    def tokenized(body: TokenizeRequest) -> TokenizeResponse:
+    def tokenized(body: TokenizeRequest) -> Escaped:
         ids = encoded(body)
         longest = front.engine.max_prompt_tokens + front.engine.max_new_tokens
         texts = token_texts(front.engine.model.tokenizer, ids) if body.return_token_strs else None
-        return TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=texts)
+        found = {"count": len(ids), "max_model_len": longest, "tokens": ids}
+        return Escaped(found if texts is None else {**found, "token_strs": texts})
 
-    @app.post("/tokenize", response_model_exclude_none=True)
-    @app.post("/v1/tokenize", response_model_exclude_none=True)
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-        return await in_thread(tokenized, body)
-
-    @app.post("/detokenize")
-    @app.post("/v1/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    def detokenized(body: DetokenizeRequest) -> Escaped:
         tokenizer = tokenizer_for(body.model)
         most = getattr(tokenizer, "vocab_size", front.engine.model.config.vocab_size)
-        if any(token >= most for token in body.tokens):
+        if max(body.tokens, default=0) >= most:
             raise Refused(f"tokens must be below {most}", 400, "tokens")
-        return DetokenizeResponse(
-            prompt=await in_thread(getattr(tokenizer, "decode_all", tokenizer.decode), body.tokens)
-        )
+        return Escaped({"prompt": getattr(tokenizer, "decode_all", tokenizer.decode)(body.tokens)})
+
+    # Responses, since FastAPI would check and write a long list on the event loop.
+    @app.post("/tokenize", response_model=TokenizeResponse)
+    @app.post("/v1/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        return await in_thread(tokenized, body)
+
+    @app.post("/detokenize", response_model=DetokenizeResponse)
+    @app.post("/v1/detokenize", response_model=DetokenizeResponse)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        return await in_thread(detokenized, body)
 
 
 def adds_tokens(tokenizer: Any) -> bool:

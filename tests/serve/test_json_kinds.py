@@ -17,9 +17,10 @@ from pydantic import ValidationError
 from pdkernels.serve import create_app
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.messages import plain
+from pdkernels.serve.responses import ResponseRequest
 from pdkernels.serve.schema import ChatRequest, CompletionRequest
 from tests.serve.clients import Chatting
-from tests.serve.test_fields import BODIES, CHAT, MESSAGES, RESPONSES, TEMPLATE, TEXT, TOKENIZE
+from tests.serve.test_fields import ASKED, BODIES, CHAT, MESSAGES, RESPONSES, TEMPLATE, TEXT, TOKENIZE
 
 JSON = {"Content-Type": "application/json"}
 Place = tuple[str, ...]
@@ -150,10 +151,16 @@ def test_what_is_wrong_with_json_is_said(client: Any, body: bytes, words: str) -
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
 
-def test_of_a_long_list_the_first_wrong_item_is_told() -> None:
+def test_of_a_long_list_or_object_the_first_wrong_item_is_told() -> None:
     """Errors of all items would take longer than the request may."""
     wrong: list[Any] = [{}] * 10_000
-    for kind, body in ((CompletionRequest, {"prompt": wrong}), (ChatRequest, {"messages": [1] * 10_000})):
+    many = {f"a{number}": 1 for number in range(10_000)}
+    for kind, body in (
+        (CompletionRequest, {"prompt": wrong}), (ChatRequest, {"messages": [1] * 10_000}), (ChatRequest, {"messages": ASKED, **many}),
+        *((ChatRequest, {"messages": ASKED, name: many}) for name in ("metadata", "logit_bias", "forced_tokens")),
+        (ChatRequest, {"messages": ASKED, "tools": [{"type": "function", "function": {"name": "a"}}] * 5000}),
+        (ResponseRequest, {"input": "a", "metadata": many}),
+    ):  # fmt: skip
         with pytest.raises(ValidationError) as error:
             kind.model_validate({"model": "tiny", **body})
         assert error.value.error_count() == 1

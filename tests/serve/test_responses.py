@@ -166,16 +166,20 @@ def refusing() -> Any:
 
 def test_the_store_is_bounded() -> None:
     from pdkernels.serve.errors import Refused
-    from pdkernels.serve.responses import ResponseStore
+    from pdkernels.serve.responses import ResponseStore, Stored
 
     store = ResponseStore(most=2, nbytes=200)
     for number in range(3):
-        store.keep({"id": str(number)}, [{"role": "user", "content": "x"}])
+        store.keep(Stored.of({"id": str(number)}, [{"role": "user", "content": "x"}]))
     assert store.response("2") and store.messages("1")[0]["content"] == "x" and store.messages(None) == []
     for gone in ("0", "none"):
         with pytest.raises(Refused, match="not kept"):
             store.response(gone)
-    store.keep({"id": "long"}, [{"role": "user", "content": "x" * 120}])
+    store.keep(Stored.of({"id": "long"}, [{"role": "user", "content": "x" * 120}]))
     assert store.response("long")
     with pytest.raises(Refused, match="not kept"):
         store.response("2")
+    store.keep(Stored.of({"id": "longer"}, [{"role": "user", "content": "x" * 300}]))  # than all may be
+    assert store.response("long")
+    with pytest.raises(Refused, match="not kept"):
+        store.response("longer")

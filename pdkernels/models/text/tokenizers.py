@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
 
 _FILE_BYTES = 1 << 28
-_LONG = 1 << 12  # characters of a text that is encoded for milliseconds
+_LONG = 1 << 12  # characters of a text that is encoded for milliseconds, or tokens that are decoded
 
 
 class ByteTokenizer:
@@ -141,6 +141,7 @@ class JsonTokenizer:
         self.end_tokens = end_tokens
         self.chat_template = chat_template
         self.bos_token_id: int | None = None
+        self._token_bytes: list[bytes] | None = None
 
     @property
     def byte_level(self) -> bool:
@@ -154,6 +155,7 @@ class JsonTokenizer:
 
         Raises NotImplementedError for a clean-up of decoded text, which would change text that was streamed before.
         """
+        self._token_bytes = None
         model = type(self._tokenizer.model).__name__
         if files.clean_up and model != "BPE":
             label = "tokenizer_config.json: clean_up_tokenization_spaces"
@@ -227,7 +229,10 @@ class JsonTokenizer:
         """The library makes replacement characters of a whole run of byte tokens that is not UTF-8. As in sentencepiece,
         those that are no part of a character alone become one each."""
         with naming(self._name, "decode the ids"):
-            text = str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+            if len(ids) > _LONG:  # by the call for several, during which other threads run
+                text = str(self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+            else:
+                text = str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
             if "\ufffd" not in text or "ByteFallback" not in str(self._tokenizer.decoder):
                 return text
             added = self._tokenizer.get_added_tokens_decoder()
@@ -248,7 +253,9 @@ class JsonTokenizer:
 
         Raises NotImplementedError for a tokenizer whose texts are not these bytes one after the other.
         """
-        return token_bytes(self._tokenizer, self._name)
+        if self._token_bytes is None:
+            self._token_bytes = token_bytes(self._tokenizer, self._name)
+        return self._token_bytes
 
 
 def _checked(path: Path) -> str:
