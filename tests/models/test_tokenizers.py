@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -92,6 +93,23 @@ def test_json_tokenizer(tmp_path: Path) -> None:
         tokenizer.encode(3)
     with pytest.raises(ValueError, match=r"pdkernels\.JsonTokenizer\.encode: text must hold only Unicode characters"):
         tokenizer.encode("\ud83d")
+
+
+def test_long_texts_are_decoded_while_others_run(tmp_path: Path) -> None:
+    """By the library's call for several, which gives up Python's lock; and the table of all tokens is made once."""
+    tokenizer, calls = json_tokenizer(tmp_path / "tokenizer.json"), list[str]()
+    inner = tokenizer._tokenizer
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(inner, name)
+
+    ids = tokenizer.encode("self ü\n" * 3000)
+    tokenizer._tokenizer = Counted()
+    assert tokenizer.decode(ids) == "self ü\n" * 3000 and tokenizer.decode(ids[:5]) == inner.decode(ids[:5])
+    assert calls == ["decode_batch", "decode"]
+    assert tokenizer.token_bytes() is tokenizer.token_bytes()
 
 
 def test_special_ids_after_the_bytes_write_nothing() -> None:

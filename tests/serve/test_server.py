@@ -8,9 +8,11 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 import pdkernels as pd
 from pdkernels.decoding import Grammar, generate
+from pdkernels.serve.log_probs import entries
 from pdkernels.serve.messages import plain
 from pdkernels.serve.stops import StopCut
 
@@ -197,6 +199,41 @@ def test_log_probabilities_are_of_the_text(serve: Any) -> None:
     ]
     assert bytes(byte for one in content for byte in one.bytes).decode() in ("nä", "nö")
     assert content[1].token == f"\\x{content[1].bytes[0]:02x}"
+
+
+def test_the_chosen_token_is_told_and_special_ones_have_names() -> None:
+    """The first one also where it is not among the likeliest, as in OpenAI's completions."""
+
+    class Named:
+        skips_first_space = True
+
+        def token_bytes(self) -> list[bytes]:
+            return [b"", b"", b" a", b"b"]
+
+        def decode_all(self, ids: list[int]) -> str:
+            return "".join(f"<{token}>" for token in ids)
+
+    likely = pd.decoding.LogProbs(
+        torch.tensor([-0.5, -3.0]), torch.tensor([[2, 0], [0, 1]]), torch.tensor([[-0.5, -1.0], [-1.0, -2.0]])
+    )
+    found = entries(False, Named(), [2, 3], "ab", likely)
+    assert found["tokens"] == ["a", "b"]
+    assert found["top_logprobs"] == [{"a": -0.5, "<0>": -1.0}, {"<0>": -1.0, "<1>": -2.0, "b": -3.0}]
+    tops = [one["top_logprobs"] for one in entries(True, Named(), [2, 3], "ab", likely)["content"]]
+    assert tops[1][0] == {"token": "<0>", "logprob": -1.0, "bytes": []} and [len(top) for top in tops] == [2, 2]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompts_without_a_seed_draw_by_themselves(serve: Any, n: int) -> None:
+    address, _ = serve()
+    options: Any = {"model": "tiny", "max_tokens": 24, "temperature": 2, "n": n}
+    create = client_of(address).completions.create
+
+    def texts(**more: Any) -> list[str]:
+        return [choice.text for choice in create(**options, **more).choices]
+
+    assert len(set(texts(prompt=["def "] * 3))) == 3 * n
+    assert texts(prompt=["def "] * 3, seed=4) == 3 * texts(prompt="def ", seed=4)
 
 
 def test_a_field_of_a_request_wins_over_the_servers_options(serve: Any) -> None:
