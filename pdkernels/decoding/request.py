@@ -118,7 +118,7 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
     warnings.warn(message(_OP, "prompt", expectation, actual), stacklevel=5)
 
 
-def likely_of(session: Session) -> list[LogProbs] | None:
+def score_texts(session: Session) -> list[LogProbs] | None:
     """The log-probabilities of texts, if they are asked for: in one more pass, unless the session has them."""
     if session.likely is not None:
         return session.likely.of(session.prompts, session.tokens)
@@ -134,9 +134,9 @@ def finished(
     single: bool,
     method: str,
     decode: Callable[[], int | None],
-    likely: Callable[[Session], list[LogProbs] | None] = likely_of,
+    score: Callable[[Session], list[LogProbs] | None] = score_texts,
 ) -> DecodeResult[Any, Any]:
-    """The result of `generate` from a session that `decode` fills, with its log-probabilities by `likely`."""
+    """The result of `generate` from a session that `decode` fills, with its log-probabilities by `score`."""
     started = time.perf_counter()
     with inference():
         forwards = decode()
@@ -167,7 +167,7 @@ def finished(
         text = [decode_text(sequence) for sequence in texts]
     model = session.model
     source = Source(session.prompts, session.tokens, model.tokenizer, special_names(model)) if session.trace else None
-    probabilities = likely(session)
+    probabilities = score(session)
     if single:
         only = None if probabilities is None else probabilities[0]
         return DecodeResult(ids[0], None if text is None else text[0], stats, only, source)

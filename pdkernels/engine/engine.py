@@ -28,6 +28,7 @@ from pdkernels.engine.generation import Generation, checked_wait
 from pdkernels.engine.method_batch import MethodBatch, Request
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
+from pdkernels.engine.scoring import Ended
 from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.grammar_rows import JoinedGrammars
 from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams, take_params
@@ -303,7 +304,7 @@ class Engine:
             check(users == 0, op, "name", "be that of an adapter that no request uses", f"{name!r}, which {users} use")
             unload_adapter(self.model, name)
 
-    def _requests(self) -> list[Request]:
+    def _requests(self) -> list[Request | Ended]:
         """Those that wait or run."""
         method_batches = self._method_batches.values()
         prefilling = [batch.prefilling for batch in method_batches if batch.prefilling is not None]
@@ -464,7 +465,7 @@ class Engine:
                 raise
             except BaseException as error:  # of the batch: a model that fails, memory that has run out, a hook
                 method_batch.fail(error, self._metrics)
-        self._memory.scoring.turn(self._memory, self.prompt_tokens_per_step)
+        self._memory.scoring.turn(self._memory.shared_pages, self.prompt_tokens_per_step)
         return True
 
     def _fail(self, error: BaseException) -> None:

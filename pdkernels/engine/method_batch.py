@@ -414,24 +414,24 @@ class MethodBatch:
     def _finish(
         self, request: Request, reason: FinishReason | None, memory: Memory, metrics: EngineMetrics, forwards: int
     ) -> None:
+        handle, session = request.handle, request.session
         if reason is None:
-            session = request.session
             tokens = session.tokens[0]
             stopped = session.stopped[0] or any(token in session.end_tokens for token in tokens[-1:])
             reason = "stop" if stopped or len(tokens) < session.max_new_tokens else "length"
         else:
-            request.session.stopped[0] = True  # whatever it has, it is whole
+            session.stopped[0] = True  # whatever it has, it is whole
 
-        def tell(likely: list[LogProbs] | None, error: BaseException | None) -> None:
+        def tell(log_probs: list[LogProbs] | None, error: BaseException | None) -> None:
             try:
                 if error is not None:
                     raise error
-                _ended(request, reason, metrics, self.method, forwards, likely=likely)
+                _ended(request, reason, metrics, self.method, forwards, log_probs=log_probs)
             except BaseException as failed:  # a model, or a text that is not one of its grammar
                 _ended(request, None, metrics, error=failed)
 
-        if Scoring.wanted(request):
-            memory.scoring.add(Ended(request, tell))
+        if Scoring.needed(handle, session):
+            memory.scoring.add(Ended(handle, session, memory.root(session), tell))
         else:
             tell(None, None)
 
@@ -467,10 +467,10 @@ def _ended(
     method: str = "",
     forwards: int | None = None,
     error: BaseException | None = None,
-    likely: list[LogProbs] | None = None,
+    log_probs: list[LogProbs] | None = None,
 ) -> None:
-    """Tells a request that it has ended, and counts it. Without `forwards` it never ran; `likely`: its
-    log-probabilities."""
+    """Tells a request that it has ended, and counts it. Without `forwards` it never ran; `log_probs`:
+    those of its tokens."""
     if isinstance(error, NoChoice):
         refuse_broken(getattr(request.session.model, "model_itself", request.session.model), error)
     handle, result = request.handle, None
@@ -478,7 +478,7 @@ def _ended(
     error = error or flushed
     reason = reason if error is None else None
     if forwards is not None and error is None:
-        result = finished(request.session, True, method, lambda: forwards, lambda _: likely)
+        result = finished(request.session, True, method, lambda: forwards, lambda _: log_probs)
         seconds = time.perf_counter() - (handle.joined or handle.submitted)
         result = replace(result, stats=replace(result.stats, seconds=seconds))
         metrics.new_tokens += result.stats.tokens

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pdkernels.cache import PagedKVCache
+from pdkernels.engine.generation import Generation
+from pdkernels.engine.tree import PrefixTree, Root
 from pdkernels.generation.logprobs import scored, steps_of
 from pdkernels.generation.result import LogProbs
-from pdkernels.generation.session import inference
-
-if TYPE_CHECKING:
-    from pdkernels.engine.method_batch import Request
-    from pdkernels.engine.pages import Memory
+from pdkernels.generation.session import Session, inference
 
 
 class Ended(NamedTuple):
     """A request whose text has ended, and waits for its log-probabilities."""
 
-    request: Request
+    handle: Generation
+    session: Session
+    root: Root
+    """Of its rows in a tree of earlier texts."""
     tell: Callable[[list[LogProbs] | None, BaseException | None], None]
     """Ends the request, with its log-probabilities, with none, or with an error."""
 
@@ -38,37 +39,36 @@ class Scoring:
         return len(self._ended)
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[Ended]:
         """Those that wait."""
-        return [ended.request for ended in tuple(self._ended)]
+        return [*self._ended]
 
     @staticmethod
-    def wanted(request: Request) -> bool:
-        """Whether anybody waits for the log-probabilities of a text."""
-        session = request.session
-        return session.params.logprobs is not None and not request.handle.unread
+    def needed(handle: Generation, session: Session) -> bool:
+        """Whether somebody waits for the log-probabilities of a text."""
+        return session.params.logprobs is not None and not handle.unread
 
     def add(self, ended: Ended) -> None:
         """Puts a text behind the others."""
         self._ended.append(ended)
 
-    def turn(self, memory: Memory, budget: int) -> None:
-        """Runs the oldest texts, as many tokens of them as of a prompt."""
+    def turn(self, tree: PrefixTree | None, budget: int) -> None:
+        """Runs `budget` tokens of the oldest texts, or a forward more; `tree` has the rows of prompts."""
         while self._ended and budget > 0:
-            ended, found, error = self._ended[0], None, None
-            if self.wanted(ended.request):
+            ended, result, error = self._ended[0], None, None
+            if self.needed(ended.handle, ended.session):
                 try:
                     with inference():
-                        self._steps = self._steps or _begun(ended.request, memory)
+                        self._steps = self._steps or _begun(ended, tree)
                         budget -= next(self._steps)
                     continue
                 except StopIteration as end:
-                    found = end.value
+                    result = end.value
                 except BaseException as failed:  # of this text: no other has a part in its forward
                     error = failed
             self._ended.popleft()
             self._steps = None
-            ended.tell(found, error)
+            ended.tell(result, error)
 
     def clear(self) -> None:
         """Forgets all of them."""
@@ -76,24 +76,23 @@ class Scoring:
         self._steps = None
 
 
-def _begun(request: Request, memory: Memory) -> Generator[int, None, list[LogProbs]]:
-    session = request.session
+def _begun(ended: Ended, tree: PrefixTree | None) -> Generator[int, None, list[LogProbs]]:
+    session = ended.session
     model, count = getattr(session.model, "model_itself", session.model), session.params.logprobs
     assert count is not None
 
-    def known(cache: Any) -> int:
-        return _copy_known(request, cache, memory)
+    def restore(cache: Any) -> int:
+        return _restore(ended, cache, tree)
 
-    logits = scored(model, session.prompts, session.tokens, adapters=session.adapters, known=known, in_pieces=True)
+    logits = scored(model, session.prompts, session.tokens, adapters=session.adapters, restore=restore, in_pieces=True)
     return steps_of(logits, session.tokens, count)
 
 
-def _copy_known(request: Request, cache: Any, memory: Memory) -> int:
+def _restore(ended: Ended, cache: Any, tree: PrefixTree | None) -> int:
     """Copies the rows of a prompt that are kept into a cache; returns their number."""
-    tree, prompt = memory.shared_pages, request.session.prompts[0]
     if tree is None or not tree.goes_back:  # states and windows are kept after some places alone
         return 0
-    prefix = tree.find(memory.root(request.session), prompt[:-1])
+    prefix = tree.find(ended.root, ended.session.prompts[0][:-1])
     if not prefix.length:
         return 0
     pages = PagedKVCache.on(tree.pool, 1, prefix.length)

@@ -55,7 +55,7 @@ def scored(
     texts: Sequence[list[int]],
     run: Callable[..., Any] | None = None,
     adapters: Sequence[Any] | None = None,
-    known: Callable[[Any], int] | None = None,
+    restore: Callable[[Any], int] | None = None,
     in_pieces: bool = False,
 ) -> Iterator[tuple[int, Any, int]]:
     """The logits that predict each token of `texts`, which follow `prompts`: the number of the first token, logits
@@ -66,7 +66,7 @@ def scored(
         prompts, texts: tokens.
         run: replaces the call of the model.
         adapters: of each text.
-        known: puts K and V of the first tokens of all prompts into a cache; returns how many, not the last ones.
+        restore: puts K and V of the first tokens of all prompts into a cache; returns how many, not the last ones.
         in_pieces: whether prompts run in pieces, too; after each of them but the last come logits without rows.
     """
     run, width = model if run is None else run, max(map(len, prompts))
@@ -75,7 +75,7 @@ def scored(
         return
     few = {"drafts": CHUNK} if keeps_windows(model) else {}
     cache = model.new_cache(len(prompts), width + longest, **few)
-    done = 0 if known is None else known(cache)
+    done = 0 if restore is None else restore(cache)
     if adapters is not None:
         cache.adapt_(adapters)
     device = cache.lengths.device
@@ -114,8 +114,8 @@ def log_probs(
         try:
             next(steps)
         except StopIteration as end:
-            found: list[LogProbs] = end.value
-            return found
+            result: list[LogProbs] = end.value
+            return result
 
 
 def steps_of(

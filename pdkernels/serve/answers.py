@@ -55,11 +55,11 @@ class Answer:
         read = await asyncio.gather(*map(whole_choice, self.choices))
         entries = []
         for index, (choice, (thought, text, calls)) in enumerate(zip(self.choices, read, strict=True)):
-            likely = await in_thread(self._likely, choice)
+            logprobs = await in_thread(self._likely, choice)
             content: dict[str, Any] = {"text": text}
             if self.chat:
                 content = {"message": {"role": "assistant", **self._thought(thought), **_message(text, calls)}}
-            entries.append({"index": index, **content, "logprobs": likely, "finish_reason": choice.reason})
+            entries.append({"index": index, **content, "logprobs": logprobs, "finish_reason": choice.reason})
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": entries, "usage": self.usage()}
 

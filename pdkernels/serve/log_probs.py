@@ -62,16 +62,16 @@ def _finite(value: float) -> float:
     return value if value > _LEAST else _LEAST
 
 
-def _by_name(likely: Sequence[tuple[str, float]]) -> dict[str, float]:
+def _by_name(values: Sequence[tuple[str, float]]) -> dict[str, float]:
     """The log-probabilities of a place by the names of its tokens, of one name the first.
 
     >>> _by_name([("a", -0.1), ("", -3.0), ("", -4.0), ("b", -9.0)])
     {'a': -0.1, '': -3.0, 'b': -9.0}
     """
-    found = dict[str, float]()
-    for name, value in likely:
-        found.setdefault(name, value)
-    return found
+    values_by_name = dict[str, float]()
+    for name, value in values:
+        values_by_name.setdefault(name, value)
+    return values_by_name
 
 
 def entries(
@@ -126,7 +126,7 @@ def entries(
         "tokens": names,
         "token_logprobs": values[: len(tokens)],
         "top_logprobs": [
-            _by_name([*((other, likely) for other, _, likely in top), (name, value)])
+            _by_name([*((top_name, top_value) for top_name, _, top_value in top), (name, value)])
             for name, value, top in zip(names, values, tops, strict=False)
         ],
         "text_offset": offsets,

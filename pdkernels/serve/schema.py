@@ -121,12 +121,12 @@ class Strict(BaseModel):
         """Some clients send null in fields that ask for nothing, known here or not. Of many unknown ones the first is told."""
         if not isinstance(value, dict):
             return value
-        asked = {name: one for name, one in value.items() if one is not None}
+        fields = {name: field for name, field in value.items() if field is not None}
         if cls.model_config.get("extra") == "forbid":
-            known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
-            for name in [name for name in asked if name not in known][1:]:
-                del asked[name]
-        return asked
+            names = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
+            for name in [name for name in fields if name not in names][1:]:
+                del fields[name]
+        return fields
 
 
 class StreamOptions(Strict):

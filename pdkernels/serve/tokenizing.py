@@ -106,8 +106,8 @@ def add_tokenizer(app: FastAPI, front: Frontend) -> None:
         ids = encoded(body)
         longest = front.engine.max_prompt_tokens + front.engine.max_new_tokens
         texts = token_texts(front.engine.model.tokenizer, ids) if body.return_token_strs else None
-        found = {"count": len(ids), "max_model_len": longest, "tokens": ids}
-        return Escaped(found if texts is None else {**found, "token_strs": texts})
+        content = {"count": len(ids), "max_model_len": longest, "tokens": ids}
+        return Escaped(content if texts is None else {**content, "token_strs": texts})
 
     def detokenized(body: DetokenizeRequest) -> Escaped:
         tokenizer = tokenizer_for(body.model)
