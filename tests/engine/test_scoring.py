@@ -11,8 +11,10 @@ import torch
 import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.engine import Engine
+from pdkernels.generation import logprobs
 from pdkernels.models import Hybrid, HybridConfig, from_callable
 from pdkernels.models.architectures.windows import Window
+from pdkernels.models.checkpoints import adapters
 from tests.decoding.test_windows import model_with
 from tests.support.causal import FakeModel, by_history
 
@@ -97,9 +99,13 @@ def test_a_prompt_that_is_kept_does_not_run_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_computed_for_a_text_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = list[None]()
-    plainly = pd.engine.scoring.scored
-    monkeypatch.setattr("pdkernels.engine.scoring.scored", lambda *a, **k: (passes.append(None), plainly(*a, **k))[1])
+    passes, plainly = list[None](), logprobs.scored
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        passes.append(None)
+        return plainly(*arguments, **options)
+
+    monkeypatch.setattr("pdkernels.engine.scoring.scored", counted)
     with Engine(FakeModel(by_history), max_prompt_tokens=8, max_new_tokens=12) as engine:
         for unread in (True, False):
             handles, made = list[Any](), threading.Event()
@@ -140,7 +146,7 @@ def test_an_adapter_is_not_read_while_others_wait(monkeypatch: pytest.MonkeyPatc
     model = pd.models.load("tiny-code")
     folder = random_adapter(model, tmp_path / "adapter", 8, 0)
     module = "pdkernels.models.checkpoints.request_adapters"
-    plainly = pd.models.checkpoints.request_adapters.read_adapter
+    plainly = adapters.read_adapter
     with Engine(model, max_new_tokens=8) as engine:
 
         def read(*arguments: Any) -> Any:
