@@ -9,8 +9,10 @@ is added. The plain form is reference/suffix.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from threading import Lock
+from typing import Any
 
 from pdkernels._threads import tell_forks
 from pdkernels._validation import check, check_type
@@ -145,6 +147,10 @@ class SuffixPool:
         self._new, self._old = SuffixIndex(), SuffixIndex()
         tell_forks(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        with self.lock:  # while no text is half added
+            return _pool_of, (self.max_tokens, *copy.deepcopy(self.indexes))
+
     def _after_fork(self) -> None:
         # A thread that held the lock may have been in the middle of a change.
         if self.lock.locked():
@@ -168,6 +174,12 @@ class SuffixPool:
     def indexes(self) -> tuple[SuffixIndex, SuffixIndex]:
         """The newer and the older half."""
         return self._new, self._old
+
+
+def _pool_of(max_tokens: int, newer: SuffixIndex, older: SuffixIndex) -> SuffixPool:
+    pool = SuffixPool(max_tokens)
+    pool._new, pool._old = newer, older
+    return pool
 
 
 class Reader:

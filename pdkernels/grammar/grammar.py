@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec
 from weakref import WeakKeyDictionary
 
 from pdkernels import _host
@@ -19,6 +20,7 @@ from pdkernels.grammar.schema_arrays import UnlistedItems
 from pdkernels.grammar.schema_keywords import Unknown, warning_of
 from pdkernels.grammar.vocabulary import Vocabulary, vocabulary_of
 
+P = ParamSpec("P")
 _FAR = 2**31 - 1
 _MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
@@ -28,6 +30,26 @@ _SIZES = ((256, 64, 2), (32, 64, 1), (8, 1, 0), (8, 0, 0))
 _MAX_TRIAL, _MAX_TRIALS = 120_000, 450_000  # steps of one, and of all: 0.5 s on a fast core, 1.5 s on a slow one
 
 Fill = Literal["each", "joint"]
+
+
+def _remembered(
+    make: Callable[Concatenate[type[Grammar], P], Grammar],
+) -> Callable[Concatenate[type[Grammar], P], Grammar]:
+    """A grammar knows the call that made it, by which it is made again in another process."""
+
+    @wraps(make)
+    def made(cls: type[Grammar], *args: P.args, **options: P.kwargs) -> Grammar:
+        grammar = make(cls, *args, **options)
+        grammar._call = make.__name__, args, options
+        return grammar
+
+    return made
+
+
+def _again(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a schema, which were given
+        return getattr(Grammar, name)(*args, **options)
 
 
 class Grammar:
@@ -52,6 +74,8 @@ class Grammar:
         True
     """
 
+    _call: tuple[str, Sequence[Any], Mapping[str, Any]] | None = None
+
     def __init__(self, expression: Expression, source: str, fill: Fill = "each") -> None:
         check_choice(OP, "fill", fill, ("each", "joint"))
         self.source, self.fill = source, fill
@@ -60,6 +84,7 @@ class Grammar:
         self._made: WeakKeyDictionary[Any, dict[tuple[int, ...], _host.TokenAutomaton]] = WeakKeyDictionary()
 
     @classmethod
+    @_remembered
     @bounded()
     def regex(cls, pattern: str, *, fill: Fill = "each") -> Grammar:
         """The texts that a regular expression in Python's syntax matches from end to end.
@@ -73,6 +98,7 @@ class Grammar:
         return cls(parsed(pattern), f"the pattern {_short(pattern)}", fill)
 
     @classmethod
+    @_remembered
     @bounded()
     def choice(cls, texts: Sequence[str], *, fill: Fill = "each") -> Grammar:
         """One of some texts.
@@ -91,6 +117,7 @@ class Grammar:
         return cls(Alt(tuple(map(text, texts))), f"the choice {_short(list(texts))}", fill)
 
     @classmethod
+    @_remembered
     @bounded()
     def json_schema(
         cls,
@@ -175,15 +202,16 @@ class Grammar:
         if warning and unknown == "refuse":
             raise NotImplementedError(sentence(OP, warning))
         if warning and unknown == "warn":
-            warnings.warn(sentence(OP, warning), stacklevel=3)
+            warnings.warn(sentence(OP, warning), stacklevel=4)
         if size != full_size:
             fault = "the schema needs too many states"
             if size == full_size._replace(ordered=True):
                 fault = "the schema cannot be followed whole"
-            warnings.warn(sentence(OP, f"{fault}: {_what_shrank(full_size, size)}"), stacklevel=3)
+            warnings.warn(sentence(OP, f"{fault}: {_what_shrank(full_size, size)}"), stacklevel=4)
         return grammar
 
     @classmethod
+    @_remembered
     @bounded()
     def ebnf(cls, rules: str, *, start: str = "start", depth: int | None = 3, fill: Fill = "each") -> Grammar:
         """The texts of a grammar in Lark's EBNF: rules ``name: expansions`` of strings, ``/patterns/``, names, groups,
@@ -215,6 +243,7 @@ class Grammar:
         return PushdownGrammar(rules, names, source, fill)
 
     @classmethod
+    @_remembered
     @bounded()
     def lark(cls, rules: str) -> Grammar:
         """The texts of a context-free grammar in the Lark format of llguidance, of any depth.
@@ -276,6 +305,18 @@ class Grammar:
                 f"{token}, which writes {token_bytes!r}",
             )
         return vocabulary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._call is None:
+            fault = f"{self.source} cannot be pickled: it was not made by a method of Grammar"
+            raise TypeError(sentence(OP, fault))
+        return _again, self._call
+
+    def __copy__(self) -> Grammar:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Grammar:
+        return self
 
     def __repr__(self) -> str:
         return f"Grammar({self.source})"

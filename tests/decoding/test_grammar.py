@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
+import pickle
 import re
+import warnings
 from functools import cache
 from typing import Any
 
@@ -432,3 +435,18 @@ def test_all_grammars_with_all_methods(method: str) -> None:
         assert oracle.fault(name, result.text) == "", (name, result.text)
         valid += 1
     assert valid >= 100 and refused <= 5, (valid, refused)
+
+
+def test_a_grammar_can_be_pickled() -> None:
+    """By the call that made it, in another process as well; without the warnings of that."""
+    schema = {"type": "array", "items": {"type": "integer"}, "minItem": 2}
+    with pytest.warns(UserWarning, match="minItem"):
+        listed = Grammar.json_schema(schema, whitespace="compact")
+    deep = Grammar.ebnf('start: "[" start "]" | "x"', depth=None)
+    cases = [(listed, "[1,2]"), (deep, "[[x]]"), (Grammar.regex("a+b"), "aab"), (Grammar.choice(["x", "y"], fill="joint"), "y")]  # fmt: skip
+    for grammar, text in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other = pickle.loads(pickle.dumps(grammar))
+        assert other.matches(text) and not other.matches(f"{text}!") and (other.source, other.fill) == (grammar.source, grammar.fill)  # fmt: skip
+        assert copy.deepcopy(grammar) is grammar and copy.copy(grammar) is grammar

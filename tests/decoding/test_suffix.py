@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import threading
 from typing import Any
@@ -123,6 +125,23 @@ def test_threads_share_a_pool() -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 12 and all(torch.equal(tokens, expected) for tokens in found)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pool: pickle.loads(pickle.dumps(pool))])
+def test_a_pool_can_be_copied(again: Any) -> None:
+    """The copy has the texts, and a lock of its own."""
+    pool = SuffixPool(8)
+    for text in ([1, 2, 3, 4, 5], [6, 7, 8, 9]):
+        pool.add(text)
+    other = again(pool)
+    pool.add([2, 3, 9])
+    assert other.tokens == 9 and other.max_tokens == 8 and other.lock is not pool.lock
+    other.add([7, 8, 1])
+    readers = [Reader(other), Reader(pool)]
+    for reader in readers:
+        for token in (0, 2, 3):
+            reader.append(token)
+    assert [reader.draft(4) for reader in readers] == [[4, 5], [9]]
 
 
 def test_what_is_refused() -> None:
