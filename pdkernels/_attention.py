@@ -264,14 +264,17 @@ def softmax_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
+def autocast_dtype(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype in which PyTorch's attention reads a tensor: under autocast its own (or `dtype`), except for float64."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return dtype or torch.get_autocast_dtype(kind)
+
+
 def autocasted(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """The tensors as PyTorch's attention reads them: under autocast in its dtype (or in `dtype`), except for float64; else
-    as they are."""
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return tensors
-    narrow = dtype or torch.get_autocast_dtype(kind)
-    return tuple(x if x.dtype == torch.float64 else x.to(narrow) for x in tensors)
+    """The tensors in their `autocast_dtype`."""
+    return tuple(x.to(autocast_dtype(x, dtype)) for x in tensors)
 
 
 def checked_sinks(op: str, sinks: Tensor | None, q: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type, integer
+from pdkernels.generation.session import inference
 from pdkernels.models.capabilities import capabilities, rows_ahead
 
 OP = "log_likelihood"
@@ -24,7 +25,7 @@ class Likelihood(NamedTuple):
     """Whether every token is the most probable one at its position; always False for `masked_log_likelihood`."""
 
 
-@torch.no_grad()
+@inference()
 def log_likelihood(
     model: Any, prefixes: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], *, batch_size: int = 8
 ) -> list[Likelihood]:
@@ -75,7 +76,7 @@ def log_likelihood(
     return [likelihood for likelihood in likelihoods if likelihood is not None]
 
 
-@torch.no_grad()
+@inference()
 def masked_log_likelihood(
     model: Any,
     prefixes: Sequence[Sequence[int]],

@@ -138,3 +138,38 @@ def test_a_model_that_accelerate_has_prepared() -> None:
 def test_embeddings_are_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="inputs_embeds must be None"):
         small().generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=2, custom_generate=generate)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("attention", ["pdkernels", "sdpa", "eager"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_cache_has_the_dtype_in_which_it_is_read(attention: str, family: str, kind: Any) -> None:
+    """A step would convert all of its rows otherwise; an implementation that may read keys in float32 has those."""
+    model = model_of(family)
+    model.set_attn_implementation(attention)
+    logits = {}
+    for made in (lambda: PdCache(model.config, 2, 400, kind=kind, page_size=4), transformers.DynamicCache):
+        cache = made()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            parts = [model(IDS[:, a:b], **{CACHE: cache}).logits for a, b in ((0, 30), (30, 31), (31, 40))]
+        logits[type(cache)] = torch.cat(parts, 1).float()
+    assert (logits[PdCache] - logits[transformers.DynamicCache]).norm() <= 0.02 * logits[PdCache].norm()
+    cache = PdCache(model.config, 2, 400, kind=kind, page_size=4)
+    key, value = torch.randn(2, 1, 3, 16), torch.randn(2, 1, 3, 16, dtype=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rows = [cache.update(key, value, layer) for layer in range(2)][1]
+    assert [x.dtype for x in rows] == [torch.float32 if attention == "eager" else torch.bfloat16] * 2
+    if kind == "contiguous" and family == "Llama":  # nothing is copied
+        assert rows[0].data_ptr() == cache.storage.k[1].data_ptr()
+
+
+def test_likelihoods_are_those_without_autocast() -> None:
+    import pdkernels as pd
+    from pdkernels.integrations.likelihood import log_likelihood, masked_log_likelihood
+
+    for name, score in (("tiny-code", log_likelihood), ("tiny-masked", masked_log_likelihood)):
+        model = pd.models.load(name)
+        expected = score(model, [b"import "], [b"os, sys"])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert score(model, [b"import "], [b"os, sys"]) == expected

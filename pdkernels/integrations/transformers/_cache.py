@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pdkernels import _memory
-from pdkernels._attention import halves
+from pdkernels._attention import autocast_dtype, halves
 from pdkernels._validation import (  # fmt: skip
     check,
     check_choice,
@@ -56,8 +56,8 @@ class PdCache(Cache):  # type: ignore[misc]
         kind: "contiguous", or "paged", which assigns memory page by page, for texts without padding but on the left.
         page_size: tokens of a page.
         drafts: tokens by which `crop` goes back in layers with windows, at most, from the longest that the text has been.
-        dtype, device: of the rows; None: those of the first forward. Attention reads rows of another dtype in that of the
-            model, which copies them in every forward.
+        dtype, device: of the rows; None: those of the first forward, under autocast its dtype. Attention reads rows of another
+            dtype in that of the model, which copies them in every forward.
 
     Raises:
         ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch, layers
@@ -135,7 +135,12 @@ class PdCache(Cache):  # type: ignore[misc]
             fault = "rows that are written in place cannot require a gradient"
             raise NotImplementedError(sentence(OP, fault, "Call the model under torch.no_grad()."))
         place = key.device if self._device is None else torch.device(self._device)
-        return (kv_heads, max(key.shape[3], value.shape[3])), self._dtype or key.dtype, place
+        return (kv_heads, max(key.shape[3], value.shape[3])), self._dtype or self.dtype_for(key), place
+
+    def dtype_for(self, key: Tensor) -> torch.dtype:
+        """The dtype in which attention reads rows like these: under autocast PyTorch's and ours convert them."""
+        converts = getattr(self._config, "_attn_implementation", None) in (NAME, "sdpa")
+        return autocast_dtype(key) if converts else key.dtype
 
     def check_room(self, length: int) -> None:
         """Refuses a text of so many tokens, if it is too long."""
@@ -155,13 +160,14 @@ class PdCache(Cache):  # type: ignore[misc]
         k, v = (widened(rows, storage.head_dim).transpose(1, 2).to(storage.dtype) for rows in (key, value))
         storage.append_(layer, k, v)
         sides = self.read(layer, length, (key.shape[3], value.shape[3]), (k, v))
+        dtype = self.dtype_for(key)
         if (
             isinstance(sides[0], PagedRows)
             and getattr(self._config, "_attn_implementation", None) == NAME
-            and halves(key.dtype, k.dtype)
+            and halves(dtype, k.dtype)
         ):
             return sides  # which our attention reads as they are
-        return sides[0].to(key.dtype), sides[1].to(key.dtype)
+        return sides[0].to(dtype), sides[1].to(dtype)
 
     def read(
         self, layer: int, length: int, widths: tuple[int, int], new: tuple[Tensor, Tensor] | None = None
@@ -347,7 +353,7 @@ class PdWindow(PdLayer):
                 joined = torch.cat([kept[:, : self.length - self.base], rows], 1)
                 kept[:, : length - end] = joined[:, end - self.base :]
                 joined = joined[:, first - self.base :]
-            seen.append(narrowed(joined.transpose(1, 2), self.widths[side]).to(key_states.dtype))
+            seen.append(narrowed(joined.transpose(1, 2), self.widths[side]).to(self.owner.dtype_for(key_states)))
         self.base = end if not fits else base if moves else self.base
         self.length = length
         return seen[0], seen[1]
