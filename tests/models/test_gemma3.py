@@ -215,6 +215,7 @@ def test_fields_outside_of_rules_and_layers(tmp_path: Path) -> None:
         models.load(tmp_path)
 
 
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 PERIODS: dict[str, tuple[int, dict[str, Any]]] = {
     "a number": (3, {"attention.sliding_window_pattern": 3}),
     "a list": (6, {"attention.sliding_window_pattern": [True] * 5 + [False]}),
@@ -239,6 +240,8 @@ def test_the_layers_with_a_window_of_a_gguf_file(name: str, tmp_path: Path) -> N
         ({"attention.key_length_swa": 8}, r"gemma3.attention.key_length_swa must be attention.key_length \(16\), got 8"),
         ({"rope.dimension_count_swa": 8}, "rope.dimension_count_swa must be rope.dimension_count"),
         ({"nextn_predict_layers": 1}, "gemma3.nextn_predict_layers must be 0, got 1"),
+        ({**YARN, "rope.scaling.attn_factor": 1.3}, "gemma3.rope.scaling.attn_factor must be 1 beside windows, got 1.3"),
+        ({**YARN, "rope.scaling.factor": 0.5}, "gemma3.rope.scaling.factor must be at least 1 beside windows, got 0.5"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")

@@ -318,15 +318,20 @@ def test_a_share_outside(inside: dict[str, float], tmp_path: Path) -> None:
     check_logits(models.load(tmp_path, dtype=torch.float32), model)
 
 
+@pytest.mark.parametrize("stated", [{}, None])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.filterwarnings("ignore")
-def test_heads_of_one_size(shared: bool, tmp_path: Path) -> None:
-    """transformers then writes that no layer differs."""
+def test_heads_of_one_size(shared: bool, stated: dict[str, Any] | None, tmp_path: Path) -> None:
+    """transformers then writes that no layer differs, and reads a null as that."""
     alike = {"global_head_dim": 16, "num_global_key_value_heads": None, "attention_k_eq_v": shared}
     model = folder_of("31B", tmp_path, **alike)
     assert json.loads((tmp_path / "config.json").read_text())["per_layer_config"] == {}
-    own: Any = models.load(tmp_path, dtype=torch.float32)
-    check_logits(own, model)
+    changed(tmp_path, per_layer_config=stated)
+    check_logits(models.load(tmp_path, dtype=torch.float32), model)
+    check_logits(
+        models.load(tmp_path, dtype=torch.float32),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False),
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -354,7 +359,7 @@ def test_defaults_of_both_classes(tmp_path: Path) -> None:
         ({"attention_bias": True}, NotImplementedError, "attention_bias must be false"),
         ({"final_logit_softcapping": 0}, ValueError, "final_logit_softcapping must be a number above 0"),
         ({"head_dim": 12}, ValueError, "head_dim must be a multiple of 8"),
-        ({"per_layer_config": None, "global_head_dim": 32}, NotImplementedError, "per_layer_config must name the layers"),
+        ({"per_layer_config": None}, ValueError, "must have shape"),  # then all heads have one size
         ({"per_layer_config": {"1": {"head_dim": 32}}}, NotImplementedError, "per_layer_config must name the layers"),
         ({"per_layer_config": {"1": {"head_dim": 32}, "6": {"head_dim": 16}}}, NotImplementedError, "in the same way"),
         ({"per_layer_config": {"1": {"x": 1}, "6": {"x": 1}}}, NotImplementedError, "per_layer_config: 'x' must be absent"),

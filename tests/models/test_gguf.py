@@ -91,6 +91,13 @@ def test_rope_factors_of_llama31(tmp_path: Path) -> None:
     assert isinstance(models.load(tmp_path / "m.gguf").config.rope_scaling, FactorScaling)
 
 
+def test_factors_beside_a_scale_of_queries(tmp_path: Path) -> None:
+    more = {"rope.scaling.type": "yarn", "rope.scaling.factor": 1.0, "rope.scaling.attn_factor": 1.5}
+    files.write_gguf(tmp_path / "m.gguf", LLAMA, more=more, factors=np.ones(4))
+    with pytest.raises(NotImplementedError, match="attn_factor must be 1 with rope_freqs.weight, got 1.5"):
+        models.load(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize(
     ("more", "scaling"),
     [

@@ -18,6 +18,7 @@ from tests.support import gguf_diffusion
 files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
 transformers = pytest.importorskip("transformers", reason="builds hybrid models with transformers")
 LLAMA, QWEN3, QWEN3MOE = files.LLAMA, files.QWEN3, files.QWEN3MOE
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 WORDS = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "chat_template": "x"}
 
 
@@ -135,6 +136,15 @@ def test_a_scaling_factor_alone_is_not_ignored(tmp_path: Path, monkeypatch: pyte
     assert float((plain(tokens) - model(tokens)).abs().max()) > 1
 
 
+@pytest.mark.parametrize("stated", [1.0, 1.1386294])
+def test_a_factor_of_yarn_that_llama_cpp_does_not_read(
+    stated: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its converter writes that of a rule, and its own writer 1."""
+    write(tmp_path / "m.gguf", "llama", {**YARN, "rope.scaling.yarn_attn_factor": stated}, monkeypatch)
+    assert models.load(tmp_path / "m.gguf").config.rope_scaling.attention_factor == pytest.approx(1.1386294)
+
+
 def test_yarn_below_one_leaves_queries_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "m.gguf", "llama", {"rope.scaling.type": "yarn", "rope.scaling.factor": 0.5}, monkeypatch)
     assert models.load(tmp_path / "m.gguf").config.rope_scaling.attention_factor == 1
@@ -144,6 +154,7 @@ def test_yarn_below_one_leaves_queries_alone(tmp_path: Path, monkeypatch: pytest
     ("arch", "changes", "sentence"),
     [
         ("llama", {"rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor must be 1 without rope.scaling.type yarn"),
+        ("llama", {**YARN, "rope.scaling.yarn_attn_factor": 1.3}, "rope.scaling.yarn_attn_factor must be 1 or 1.13863, got 1.3"),
         ("lfm2", {"attention.sliding_window": 4}, "lfm2.attention.sliding_window must be absent or cover all 256"),
         ("qwen35", {"rope.dimension_sections": [2, 2, 0, 0]}, "rope.dimension_sections must give every pair one of"),
     ],

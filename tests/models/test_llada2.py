@@ -223,6 +223,12 @@ def test_rows_keep_their_bits_and_matrices_may_be_packed(folder: Path) -> None:
         ({"norm_topk_prob": False}, NotImplementedError, "norm_topk_prob must be True, got False"),
         ({"num_nextn_predict_layers": 1}, NotImplementedError, "num_nextn_predict_layers must be 0, got 1"),
         ({"rope_scaling": {"type": "yarn"}}, NotImplementedError, "rope_scaling must be None"),
+        (
+            {"rope_parameters": {"rope_theta": 5.0}},
+            NotImplementedError,
+            "'rope_theta' must be 600000.0, as outside, got 5.0",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 1.0}}, NotImplementedError, "must be 0.5, as outside, got 1.0"),
         ({"rotary_dim": 12}, NotImplementedError, "partial_rotary_factor must rotate an even part of 16 components"),
         ({"quantization_config": AWQ}, NotImplementedError, "quantization_config must be absent"),
         ({"expert_capacity": 9, "block_size": 32}, ValueError, "pool must be 0, or hold 3 of 8 experts"),
@@ -287,9 +293,24 @@ def test_the_choice_of_experts() -> None:
             torch.testing.assert_close(weights[row], shares)
 
 
-def test_an_adapter_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match="adapters are for checkpoints in the usual order of components"):
-        models.load(folder, adapter=tmp_path)
+def test_an_adapter_of_queries_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Their components have another order; those of other matrices are merged."""
+    plain = models.load(folder, dtype=torch.float32)
+    for module, rows in (("query_key_value", 128), ("dense", 32)):
+        halves = {"A": torch.randn(2, 64 if module == "dense" else 32), "B": torch.randn(rows, 2)}
+        name = f"base_model.model.model.layers.1.attention.{module}.lora_"
+        save_file({f"{name}{half}.weight": x for half, x in halves.items()}, tmp_path / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [module]}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        if module == "dense":
+            own = models.load(folder, dtype=torch.float32, adapter=tmp_path)
+            expected = plain.layers[1].output + halves["B"] @ halves["A"]
+            torch.testing.assert_close(own.layers[1].output.data, expected.data)
+        else:
+            with pytest.raises(
+                NotImplementedError, match="the same order here, got one that changes .*query_key_value"
+            ):
+                models.load(folder, adapter=tmp_path)
 
 
 def test_other_names_have_another_order(folder: Path) -> None:

@@ -232,6 +232,8 @@ def test_a_mask_token_outside_the_vocabulary(tmp_path: Path) -> None:
         ({"scale_logits": True}, "scale_logits must be False, got True."),
         ({"alibi": True}, "alibi must be False, got True."),
         ({"clip_qkv": 8.0}, "clip_qkv must be None, got 8.0."),
+        ({"rope_parameters": {"rope_theta": 9.0}}, "rope_parameters: 'rope_theta' must be 500.0, as outside, got 9.0."),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling: 'factor' must be absent, got 2.0."),
     ],
 )
 def test_what_is_not_computed_is_not_loaded(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -239,6 +241,12 @@ def test_what_is_not_computed_is_not_loaded(changes: dict[str, Any], message: st
     with pytest.raises(NotImplementedError) as caught:
         models.load(tmp_path)
     assert str(caught.value) == f"pdkernels.models.load: config.json: {message}"
+
+
+def test_a_rule_beside_the_base() -> None:
+    """transformers 5 writes the same base in both places."""
+    rule = {"rope_theta": 500.0, "rope_type": "default"}
+    assert from_llada_config({**LLADA, "rope_parameters": rule}) == from_llada_config(LLADA)
 
 
 def test_what_dream_does_not_compute() -> None:

@@ -250,6 +250,12 @@ def test_a_folder_in_mxfp4(tmp_path: Path) -> None:
         ("olmo3", {"num_hidden_layers": 10**9, "layer_types": None}, ValueError, "num_hidden_layers must be at most"),
         ("olmo3", {"rope_parameters": {"rope_type": "linear"}}, NotImplementedError, "'rope_type' must be absent"),
         ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, NotImplementedError, "rope_theta must be 500000.0 or"),
+        (
+            "olmo3",
+            {"rope_scaling": {**YARN, "truncate": False}},
+            NotImplementedError,
+            "truncate must be true in rules of",
+        ),
         ("gpt_oss", {"sliding_window": -1}, ValueError, "sliding_window must be .* got -1"),
         ("gpt_oss", {"num_local_experts": 2}, ValueError, "per_token must be at most count"),
         ("gpt_oss", {"swiglu_limit": -1.0}, ValueError, "clamp must not be negative"),

@@ -129,6 +129,7 @@ def test_the_layers_that_a_file_lists(tmp_path: Path) -> None:
         ("gpt_oss", {"attention.sliding_window_pattern": 0}, ValueError, "sliding_window_pattern must be .* got 0"),
         ("gpt_oss", {"expert_count": None}, ValueError, "must hold|expert_count"),
         ("gpt_oss", {"expert_gating_func": 2}, NotImplementedError, "expert_gating_func must be 1"),
+        ("gpt_oss", {"rope.scaling.type": "none"}, NotImplementedError, "scaling.factor must be 1 with rope.scaling.type none"),
         ("olmo3", {"block_count": 2**20}, ValueError, "block_count must be at most"),
     ],
 )  # fmt: skip

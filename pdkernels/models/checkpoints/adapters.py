@@ -141,6 +141,7 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         stored_names[key] = stored
         if ending is not None:
             modules[name] = stored.removeprefix(_PREFIX).removesuffix(ending)
+    _check_order(layout, {*halves, *replaced})
     for name in {*halves, *replaced} & {layout.embedding, layout.head}:
         tied = "leave a head that is tied to the embedding alone"
         if layout.tied:
@@ -180,6 +181,15 @@ def _published(stored: str, shapes: Mapping[str, object], layout: Layout) -> str
     name = stored.removeprefix(_PREFIX)
     body = layout.embedding.partition(".")[0]
     return next((candidate for candidate in (name, f"{body}.{name}") if candidate in shapes), None)
+
+
+def _check_order(layout: Layout, names: set[str]) -> None:
+    """Refuses changes of parameters whose rows have another order here, or other numbers."""
+    for parameter, sources in layout.parts():
+        changed = sorted(names & sources.keys())
+        if changed and not layout.keeps(parameter, sources):
+            expectation = "change tensors alone that have the same order here"
+            raise NotImplementedError(message(OP, _WEIGHTS, expectation, f"one that changes {some(changed)}"))
 
 
 def _check_shapes(

@@ -17,6 +17,7 @@ import torch
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
 from pdkernels.models.architectures.rope import LinearScaling, RopeScaling
+from pdkernels.models.checkpoints.gguf_windows import check_windows_unscaled
 from pdkernels.models.checkpoints.gguf_windows import windows_of as windows_of_keys
 from pdkernels.models.checkpoints.hf_windows import (
     KINDS,
@@ -114,6 +115,8 @@ def from_keys(fields: Keys, vocab_size: int, scaling: RopeScaling | None, tied: 
     # Without a window in the file, no layer has one, as in Rnj-1.
     size = fields.integer("attention.sliding_window", minimum=0)
     windows = windows_of_keys(fields, size, EVERY) if size else ()
+    if any(windows):
+        check_windows_unscaled(fields, scaling)
     cap = fields.number("final_logit_softcapping", minimum=0)
     return TransformerConfig(
         **sizes_of_keys(fields, vocab_size, tied, _27B),

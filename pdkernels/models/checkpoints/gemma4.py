@@ -116,7 +116,7 @@ def _full_heads(fields: Fields, kinds: list[str]) -> tuple[int, int]:
         heads = fields.integer("num_global_key_value_heads", heads, null=heads) if tied else heads
         return heads, fields.integer("global_head_dim", 512)
     layers = fields.part("per_layer_config")
-    if "per_layer_config" in fields.values and not layers.given:  # as transformers writes it if they do not differ
+    if not layers.given:  # as transformers writes it if they do not differ; null is the same
         return heads, size
     numbers = [number for number, kind in enumerate(kinds) if kind == FULL]
     expectation = f"name the layers of {FULL}, in the same way"

@@ -256,9 +256,10 @@ def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> Rop
     further = fields.number("rope.scaling.attn_factor", above=0)
     if rule not in ("none", "linear", "yarn"):
         _refuse(file.name, "rope.scaling.type", "be none, linear or yarn", rule)
-    if rule != "yarn" and further != 1:
-        _refuse(file.name, "rope.scaling.attn_factor", "be 1 without rope.scaling.type yarn", further)
     factors = file.tensors.get(_FACTORS)
+    if further != 1 and (rule != "yarn" or factors is not None):
+        expectation = f"be 1 with {_FACTORS}" if rule == "yarn" else "be 1 without rope.scaling.type yarn"
+        _refuse(file.name, "rope.scaling.attn_factor", expectation, further)
     if factors is not None:
         if rule != "none" and factor != 1:
             _refuse(file.name, "rope.scaling.type", f"be none with {_FACTORS}", rule)
@@ -272,12 +273,16 @@ def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> Rop
         return None
     if rule == "linear":
         return LinearScaling(factor)
+    usual, stated = 1 + 0.1 * math.log(max(factor, 1.0)), fields.number("rope.scaling.yarn_attn_factor", above=0)
+    # llama.cpp does not read it, and its converter writes a rule's own factor there.
+    if stated != 1 and not math.isclose(stated, usual, rel_tol=1e-4):
+        _refuse(file.name, "rope.scaling.yarn_attn_factor", f"be 1 or {usual:.6g}", stated)
     return YarnScaling(
         factor=factor,
         original_positions=fields.integer("rope.scaling.original_context_length", minimum=0) or positions,
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", above=0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", above=0),
-        attention_factor=further * (1 + 0.1 * math.log(max(factor, 1.0))),
+        attention_factor=further * usual,
     )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from pdkernels._validation import check, fail, message
 from pdkernels.models.architectures.hybrid import HybridConfig, Mixer
 from pdkernels.models.architectures.rope import RopeScaling
@@ -25,6 +27,9 @@ from pdkernels.models.files.layout import Layout, Parts
 QWEN35, LFM2 = "qwen35", "lfm2"
 ARCHITECTURES = (QWEN35, LFM2)
 CONVOLUTIONS = ("ssm_conv1d.weight", "shortconv.conv.weight")
+_TILED = ("inputs", "conv", "decay_bias", "output")
+"""Parameters of a delta rule with values in another order, where there are more value heads than key heads."""
+_CENTRED = ("norm", "mixer_norm", "mlp_norm", "q_norm", "k_norm")
 PUBLISHED = {QWEN35: hybrid_hf.QWEN35_TEXT, LFM2: hybrid_hf.LFM2}
 
 _NAMES = {
@@ -185,13 +190,23 @@ def layout_of(config: HybridConfig, kind: str, file: str) -> Layout:
 
 
 def published(config: HybridConfig, kind: str) -> Layout:
-    """The tensors under their published names. Only files of LFM2 store them in that order and with those numbers."""
+    """The tensors under their published names. Files of LFM2 store them in that order and with those numbers, files of
+    Qwen3.5 some of them."""
     layout = hybrid_hf.layout(config, PUBLISHED[kind])
-    return layout._replace(turned=_not_turned) if kind == QWEN35 else layout
+    return layout._replace(turned=partial(_turned, config), shifted=_plain) if kind == QWEN35 else layout
 
 
-def _not_turned(name: str, rows: Any) -> Any:
-    raise AssertionError(f"{name} is not read from a published checkpoint")
+def _turned(config: HybridConfig, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """The rows themselves where a file has those of a published checkpoint."""
+    layer, _, parameter = name.rpartition(".")
+    is_delta = layer != "" and config.mixers[int(layer.rpartition(".")[2])] == "delta"
+    tiled = config.tiled_values and is_delta and parameter in _TILED
+    return rows.clone() if tiled or parameter == "decay" else rows
+
+
+def _plain(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Norms plus 1, as the file has them."""
+    return rows.double() + 1 if name.rpartition(".")[2] in _CENTRED else rows
 
 
 def _parts(config: HybridConfig, kind: str) -> Iterator[tuple[str, Parts]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from pdkernels._validation import check, message
+from pdkernels.models.architectures.rope import RopeScaling, YarnScaling
 from pdkernels.models.architectures.windows import MAX_LAYERS, Window
 from pdkernels.models.files.fields import OP, Kept, shown
 from pdkernels.models.files.gguf_keys import Keys
@@ -35,6 +36,20 @@ def check_one_base(fields: Keys) -> None:
     local = fields.get(_LOCAL_BASE) if _LOCAL_BASE in fields.values else base
     if local != base:
         _refuse(fields, _LOCAL_BASE, f"be rope.freq_base ({base})", local)
+    if fields.get("rope.scaling.type") == "none" and (
+        factor := fields.number("rope.scaling.factor", minimum=0)
+    ) not in (0, 1):
+        # llama.cpp then scales layers with a window alone.
+        _refuse(fields, "rope.scaling.factor", "be 1 with rope.scaling.type none", factor)
+
+
+def check_windows_unscaled(fields: Keys, scaling: RopeScaling | None) -> None:
+    """Refuses a YaRN whose factor of queries and keys counts in layers with a window too, which rotate without scaling
+    (Gemma 3)."""
+    further = fields.number("rope.scaling.attn_factor", above=0)
+    if isinstance(scaling, YarnScaling) and (further != 1 or scaling.factor < 1):
+        name, expectation = ("factor", "be at least 1") if further == 1 else ("attn_factor", "be 1")
+        _refuse(fields, f"rope.scaling.{name}", f"{expectation} beside windows", fields.get(f"rope.scaling.{name}"))
 
 
 def check_one_width(fields: Keys) -> None:

@@ -59,6 +59,16 @@ def read_rope(
     return theta, _scaling(rope, max_positions, scaled_queries)
 
 
+def require_no_rule(fields: Fields, theta: float, share: float = 1.0) -> None:
+    """Refuses a rule that says anything but what its class reads outside of one: the base, and the `share` of a head that
+    turns. transformers 5 writes both into a rule as well."""
+    same = {"rope_theta": theta, "rope_type": "default", "type": "default", "partial_rotary_factor": share}
+    for where in ("rope_parameters", "rope_scaling"):
+        for name, value in fields.part(where).values.items():
+            expectation = f"be {same[name]}, as outside" if name in same else "be absent"
+            demand(name in same and value == same[name], f"{where}: {shown(name)}", expectation, shown(value))
+
+
 def _scaling(rope: Fields, max_positions: int, scaled_queries: bool) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     demand(kind in ROPE_TYPES, "rope_type", f"be one of {', '.join(ROPE_TYPES)}", shown(kind))

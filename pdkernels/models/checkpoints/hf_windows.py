@@ -62,6 +62,10 @@ def rules_by_kind(fields: Fields, base: float) -> tuple[Fields, float]:
     merged: dict[str, Any] = {"rope_theta": base, **full.values, **fields.part("rope_scaling").values}
     if not full:
         merged.setdefault("rope_type", "default")
+    truncate = merged.get("truncate", True)
+    demand(
+        truncate is True, "truncate", "be true in rules of kinds, where transformers does not read it", shown(truncate)
+    )
     # In rules of kinds the original length is the one inside.
     config = {name: value for name, value in fields.given.items() if name != "original_max_position_embeddings"}
     config |= {"rope_parameters": merged, "rope_scaling": None}

@@ -13,6 +13,7 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.checkpoints.hf_rope import require_no_rule
 from pdkernels.models.checkpoints.hf_windows import require_alike
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
@@ -68,6 +69,8 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
     hidden, heads = fields.integer("d_model"), fields.integer("n_heads")
     check(hidden % heads == 0, OP, "config.json: n_heads", f"divide d_model ({hidden})", heads)
     one_for_all = fields.flag("multi_query_attention", False, null=False)
+    theta = fields.number("rope_theta", 10000.0, above=0)
+    require_no_rule(fields, theta)
     with read_from("config.json"):
         return TransformerConfig(
             vocab_size=fields.maybe_integer("embedding_size") or fields.integer("vocab_size"),
@@ -77,7 +80,7 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
             kv_heads=fields.maybe_integer("n_kv_heads") or (1 if one_for_all else heads),
             head_dim=hidden // heads,
             intermediate_size=fields.maybe_integer("mlp_hidden_size") or fields.integer("mlp_ratio", 4) * hidden,
-            rope_theta=fields.number("rope_theta", 10000.0, above=0),
+            rope_theta=theta,
             norm_eps=fields.number("rms_norm_eps", 1e-5, minimum=0),
             qkv_bias=fields.flag("include_qkv_bias", False, null=False),
             tied_head=fields.flag("weight_tying", True),

@@ -15,6 +15,7 @@ import torch
 from pdkernels._validation import check
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.architectures.rope import PartialRotation
+from pdkernels.models.checkpoints.hf_rope import require_no_rule
 from pdkernels.models.checkpoints.hf_windows import require_alike
 from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.layout import Layout, Parts
@@ -65,6 +66,8 @@ def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
     stated = fields.maybe_integer("rotary_dim") or rotated
     valid = stated == rotated and rotated % 2 == 0 and rotated <= head_dim
     demand(valid, "partial_rotary_factor", f"rotate an even part of {head_dim} components", shown(share))
+    theta = fields.number("rope_theta", 10000.0, above=0)
+    require_no_rule(fields, theta, share)
     with read_from("config.json"):
         return TransformerConfig(
             vocab_size=fields.integer("vocab_size"),
@@ -74,7 +77,7 @@ def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
             kv_heads=fields.integer("num_key_value_heads"),
             head_dim=head_dim,
             intermediate_size=fields.integer("intermediate_size"),
-            rope_theta=fields.number("rope_theta", 10000.0, above=0),
+            rope_theta=theta,
             rope_scaling=None if rotated == head_dim else PartialRotation(rotated),
             norm_eps=fields.number("rms_norm_eps", 1e-5, minimum=0),
             qk_norm=True,

@@ -71,8 +71,6 @@ def new_adapter(model: Any, name: str, folder: str | Path) -> LoraAdapter:
     check(name != "", _OP, "name", "not be empty", repr(name))
     _check_free(model, name)
     layout = model.layout or hf.layout(model.config)
-    if layout.turned is not None:
-        raise NotImplementedError(message(_OP, "model", "keep its checkpoint's order of rows", "another order"))
     read = read_adapter(weight_folder(folder), layout)
     return LoraAdapter(name, _layers(read, layout, model))
 

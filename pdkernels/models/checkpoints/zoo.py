@@ -186,9 +186,6 @@ def _load(
         raise NotImplementedError(
             sentence(OP, "a drafter adapts attention in every layer, and a hybrid model has other layers")
         )
-    if adapter is not None and checkpoint.layout.turned is not None:
-        fault = f"adapters are for checkpoints in the usual order of components, and {shown(given)} has another"
-        raise NotImplementedError(sentence(OP, fault))
     # Read before the weights, so that a bad adapter costs no time.
     merge = None if adapter is None else read_adapter(weight_folder(adapter), checkpoint.layout)
     draft, mask = (None, None) if drafter is None else _drafter(weight_folder(drafter), checkpoint)

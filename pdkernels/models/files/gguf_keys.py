@@ -94,6 +94,7 @@ ABSENT: Mapping[str, Any] = {
     "rope.scale_linear": 0.0,  # which means 1
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.original_context_length": 0,  # which means context_length
+    "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_beta_fast": 32.0,
     "rope.scaling.yarn_beta_slow": 1.0,
     "expert_count": 0,

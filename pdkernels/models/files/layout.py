@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, NoReturn, TypeAlias
 
@@ -42,7 +43,8 @@ class Layout(NamedTuple):
     apart: tuple[str, ...] = ()
     """Beginnings of the names of tensors that belong to another model in the same checkpoint."""
     turned: Callable[[str, torch.Tensor], torch.Tensor] | None = None
-    """One of our parameters in our order of rows, if that differs from the checkpoint's."""
+    """One of our parameters in our order of rows, if that differs from the checkpoint's; the very tensor
+    where it does not."""
     shifted: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     """One of our parameters with other numbers than the checkpoint's, in the same order (Gemma 3: norms plus 1)."""
 
@@ -121,6 +123,14 @@ class Layout(NamedTuple):
             rows = self.shifted(name, rows)
         stacked = ".experts_" in name and not name.endswith("_bias")
         return rows.reshape(self.experts, -1, rows.shape[1]) if stacked else rows
+
+    def keeps(self, name: str, sources: Parts) -> bool:
+        """Whether one of our parameters has the rows of its parts in their order."""
+        if self.turned is None:
+            return True
+        count = sum(math.prod(shape[:-1]) if len(shape) > 1 else shape[0] for shape in sources.values())
+        rows = torch.empty((count, *next(iter(sources.values()))[1:][-1:]), device="meta")
+        return self.turned(name, rows) is rows
 
     def check_tied(self, same: bool) -> None:
         """Refuses a stored head that is not the `same` as the embedding."""
