@@ -38,7 +38,7 @@ def _remembered(
     """A grammar knows the call that made it, by which it is made again in another process."""
 
     @wraps(make)
-    def made(cls: type[Grammar], *args: P.args, **options: P.kwargs) -> Grammar:
+    def made(cls: type[Grammar], /, *args: P.args, **options: P.kwargs) -> Grammar:
         grammar = make(cls, *args, **options)
         grammar._call = make.__name__, args, options
         return grammar

@@ -33,7 +33,8 @@ def adapted(model: Any, folder: Path, **config: Any) -> Any:
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(TOKENS, use_cache=False).logits
+        logits: torch.Tensor = model(TOKENS, use_cache=False).logits
+        return logits
 
 
 def pair(folder: Path, module: str, outputs: int, width: int) -> Path:

@@ -182,7 +182,8 @@ def _base(rule: Fields, fields: Fields, outside: str, default: float) -> float:
 def check_named(rope: Fields) -> None:
     """Refuses `type` alone: releases of transformers differ in whether they read it."""
     is_named = "rope_type" in rope.values or "type" not in rope.values
-    demand(is_named, f"{rope.where}: type", "be called rope_type", shown(rope.get("type")))
+    label = f"{rope.where.removeprefix('config.json: ')}: type"
+    demand(is_named, label, "be called rope_type", shown(rope.get("type")))
 
 
 def share_of(rule: Fields, fields: Fields) -> float:

@@ -142,7 +142,8 @@ def _rules(fields: Fields, kinds: list[str]) -> tuple[Fields, Fields]:
     for rule, allowed in ((local, ("default",)), (full, ("default", "proportional"))):
         check_named(rule)
         kind = rule.get("rope_type", "default")
-        demand(kind in allowed, f"{rule.where}: rope_type", f"be {' or '.join(allowed)}", shown(kind))
+        label = f"{rule.where.removeprefix('config.json: ')}: rope_type"
+        demand(kind in allowed, label, f"be {' or '.join(allowed)}", shown(kind))
     return local, full
 
 
