@@ -10,13 +10,15 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from pdkernels import _native
 from pdkernels._host import HugePages
@@ -91,6 +93,37 @@ def moved(tensor: Tensor, dtype: torch.dtype, device: torch.device | str) -> Ten
     """
     converts = tensor.dtype != dtype and tensor.device.type == "cpu" == torch.device(device).type
     return copied(tensor, dtype) if converts else tensor.to(device, dtype)
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """The context for tensors that calls to come use again: plain ones, wherever this call is made.
+
+    One of inference mode could not be used in training, and one of torch.export or FakeTensorMode nowhere else.
+
+    >>> with torch.inference_mode(), lasting():
+    ...     torch.ones(1).is_inference()
+    False
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if _fake_mode() is None:
+            yield
+        else:
+            with _disable_current_modes():
+                yield
+
+
+def is_faked() -> bool:
+    """Whether a FakeTensorMode refuses tensors with values, as that of torch.export does not."""
+    mode = _fake_mode()
+    return mode is not None and not mode.allow_non_fake_inputs
+
+
+def _fake_mode() -> FakeTensorMode | None:
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode if isinstance(mode, FakeTensorMode) else None
 
 
 def buffer(tensor: Tensor) -> memoryview:

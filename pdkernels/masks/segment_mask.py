@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from pdkernels import _host, _validation
+from pdkernels import _host, _memory, _validation
 from pdkernels._validation import check, check_type, fail, message
 from pdkernels.masks.draw import Picture, draw
 from pdkernels.masks.tile_plan import TilePlan, numbered
@@ -203,7 +204,8 @@ class SegmentMask:
 
     @cached_property
     def _all_positions(self) -> Tensor:
-        return arange(self._table.tokens) if self._positions is None else self._positions
+        with _memory.lasting():
+            return arange(self._table.tokens) if self._positions is None else self._positions
 
     @property
     def density(self) -> float:
@@ -336,7 +338,9 @@ class SegmentMask:
             _validation.integer("masks.plan", name, size, 0)
             for name, size in (("block_q", block_q), ("block_k", block_k))
         )
-        planner = _plan if self._table_labels is None else _plan_of_a_step
+        planner: Callable[..., TilePlan] = _plan if self._table_labels is None else _plan_of_a_step
+        if isinstance(self._positions, FakeTensor):  # which do not say whether they are equal to others
+            planner = _make_plan
         return planner(self, *sizes, numbered(device))
 
     def draw(
@@ -360,11 +364,9 @@ def _narrow(window: tuple[int, int], selection: slice) -> tuple[int, int]:
 
 
 def _make_plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.device) -> TilePlan:
-    # Training may use a plan first made for inference, and autograd saves no tensor made in inference mode.
-    with torch.inference_mode(False):
-        if device.type != "cpu":
-            return mask.plan(block_q, block_k).to(device)
-        return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)
+    if device.type != "cpu":
+        return mask.plan(block_q, block_k).to(device)
+    return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)
 
 
 _plan = lru_cache(maxsize=128)(_make_plan)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels import _host
+from pdkernels import _host, _memory
 from pdkernels._attention import PlanArguments
 from pdkernels._validation import check
 
@@ -240,19 +240,22 @@ class TilePlan:
     def _laid_out(tensors: Sequence[Tensor], attributes: dict[str, int], device: torch.device | str) -> TilePlan:
         """A plan from its three tensors, copied to one new block of memory."""
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        memory = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
         begins = list(accumulate(sizes, initial=0))
-        for begin, tensor in zip(begins, tensors):
-            memory[begin : begin + tensor.numel()] = tensor.flatten()
-        memory = memory.to(device)
-        rows, lists, bitmaps = (memory[begin : begin + x.numel()].view(x.shape) for begin, x in zip(begins, tensors))
+        with _memory.lasting():
+            memory = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
+            for begin, tensor in zip(begins, tensors):
+                memory[begin : begin + tensor.numel()] = tensor.flatten()
+            memory = memory.to(device)
+            parts = (memory[begin : begin + x.numel()].view(x.shape) for begin, x in zip(begins, tensors))
+            rows, lists, bitmaps = parts
         return TilePlan(rows, lists, bitmaps, **attributes)
 
     @staticmethod
     def _from_host(host: _host.TilePlan, q_len: int, kv_len: int, block_q: int, block_k: int) -> TilePlan:
-        memory = torch.frombuffer(host, dtype=torch.int32)
-        rows, lists, bitmaps = (memory[begin : begin + size] for begin, size in host.extents)
-        tensors = rows.view(-1, 4), lists.view(-1, 2), bitmaps.view(-1, block_q, -(-block_k // 32))
+        with _memory.lasting():
+            memory = torch.frombuffer(host, dtype=torch.int32)
+            rows, lists, bitmaps = (memory[begin : begin + size] for begin, size in host.extents)
+            tensors = rows.view(-1, 4), lists.view(-1, 2), bitmaps.view(-1, block_q, -(-block_k // 32))
         return TilePlan(*tensors, q_len, kv_len, block_q, block_k, host.visible_pairs, host.visits)
 
     @staticmethod

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pdkernels as pd
 import pdkernels.masks as masks
@@ -174,6 +176,32 @@ def test_a_plan_made_in_inference_mode_serves_training() -> None:
     q = torch.randn(1, 41, 1, 16, requires_grad=True)
     pd.block_sparse_attention(q, q, q, plan).sum().backward()
     assert q.grad is not None
+
+
+def test_plans_made_of_others_in_inference_mode_serve_training() -> None:
+    plans = [masks.causal(41).plan(16, 16), masks.full(41).plan(16, 16)]
+    with torch.inference_mode():
+        stacked = masks.TilePlan.stack(plans)
+    q = torch.randn(2, 41, 1, 16, requires_grad=True)
+    pd.block_sparse_attention(q, q, q, stacked).sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("builder", [masks.causal, masks.full])
+def test_a_plan_made_of_fake_tensors_is_no_other_calls_plan(builder: Callable[[int], masks.SegmentMask]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        builder(47).plan(16, 16)
+    assert torch.equal(builder(47).plan(16, 16).dense(), builder(47).dense())
+
+
+def test_an_exported_program_plans_its_mask() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return pd.block_sparse_attention(q, q, q, masks.causal(53).plan(16, 16))
+
+    q, attention = torch.randn(1, 53, 2, 16), Attention()
+    exported = torch.export.export(attention, (q,), strict=False)
+    assert torch.equal(exported.module()(q), attention(q))
 
 
 @without_gpu

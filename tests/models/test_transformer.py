@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdkernels.models import (
     Llama3Scaling,
     Transformer,
     TransformerConfig,
+    Window,
     YarnScaling,
     from_hf_config,
     from_hf_state_dict,
@@ -322,6 +324,33 @@ def test_inference_first_and_training_later() -> None:
         model(random_tokens(1, 3), cache=model.new_cache(1, 3))
     model(random_tokens(1, 3)).sum().backward()
     assert not model(random_tokens(1, 3), cache=model.new_cache(1, 3)).requires_grad
+
+
+def test_layers_with_windows_train_after_inference() -> None:
+    model = build(replace(CONFIG, head_dim=16, windows=(Window(2), None)), torch.float32).requires_grad_(True)
+    with torch.inference_mode():
+        model(random_tokens(1, 67))
+    model(random_tokens(1, 67)).sum().backward()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_an_exported_model_leaves_the_model_as_it_was(used: bool) -> None:
+    """Its tables are not those of the export, whose tensors have no values."""
+    model, tokens = build(), random_tokens(2, 5)
+    if used:
+        model(tokens)
+    lengths = {1: torch.export.Dim("length", min=2, max=16)}
+    exported = torch.export.export(model, (tokens,), dynamic_shapes=(lengths,), strict=False).module()
+    for length in (5, 9):
+        close(model(random_tokens(2, length)), build()(random_tokens(2, length)))
+        close(exported(random_tokens(2, length)), model(random_tokens(2, length)))
+
+
+def test_a_model_of_fake_tensors() -> None:
+    model = build()
+    with FakeTensorMode(), torch.device("cpu"):
+        assert Transformer(CONFIG)(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, CONFIG.vocab_size)
+    close(model(random_tokens(2, 5)), build()(random_tokens(2, 5)))
 
 
 def test_the_full_forward_compiles_to_one_graph() -> None:

@@ -410,7 +410,5 @@ def _tail(
     them."""
     masks = [planned([Stage(0, chunks, sync)], sparse, inside=inside) for chunks, sync in layouts]
     length = max(mask.q_len for mask in masks)
-    # Inference may create them, but training may use them next.
-    with torch.inference_mode(False):
-        plans = [(mask if mask.q_len == length else pack([mask], length=length)).plan(64, 64, device) for mask in masks]
-        return plans[0] if len(set(layouts)) == 1 else TilePlan.stack(plans)
+    plans = [(mask if mask.q_len == length else pack([mask], length=length)).plan(64, 64, device) for mask in masks]
+    return plans[0] if len(set(layouts)) == 1 else TilePlan.stack(plans)

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pdkernels import _memory
 from pdkernels._validation import FINITE, check, check_flag, check_int, check_number
 
 RopeStyle = Literal["half", "interleaved"]
@@ -291,11 +292,12 @@ class RopeTables:
     def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:
         """A table of at least `limit` positions, in fp64 for fp64 and in fp32 for all other dtypes."""
         key = (device, torch.float64 if dtype == torch.float64 else torch.float32)
-        table = self._tables.get(key)
+        table = None if _memory.is_faked() else self._tables.get(key)
         if table is None or len(table.cos) < limit:
             size = max(1 << max(limit - 1, 0).bit_length() if limit > self._start else 0, self._start)
-            # Not an inference tensor, even if made during inference: training may use it later.
-            with torch.inference_mode(False), torch.no_grad():
+            if _memory.is_faked():  # a table of shapes alone
+                return self._build(size, dtype=key[1], device=device)
+            with _memory.lasting():
                 table = self._build(size, dtype=key[1], device=device)
             self._made.append(table)
             self._tables[key] = table

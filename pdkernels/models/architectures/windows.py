@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdkernels import _memory
 from pdkernels._validation import check, check_flag, check_int, check_type
 from pdkernels.masks import TilePlan
 
@@ -149,6 +150,11 @@ def _plan_of(seen: Tensor) -> TilePlan:
 @lru_cache(maxsize=16)
 def _causal(window: Window, rows: int, device: torch.device) -> TilePlan:
     """Made tile by tile: the memory is that of the tiles which the window cuts."""
+    with _memory.lasting():
+        return _tile_by_tile(window, rows, device)
+
+
+def _tile_by_tile(window: Window, rows: int, device: torch.device) -> TilePlan:
     tiles = -(-rows // _TILE)
     begins = torch.arange(tiles, device=device) * _TILE
     ends = (begins + _TILE).clamp(max=rows) - 1
