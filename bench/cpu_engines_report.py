@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from bench.cpu_processes import package
 from bench.gpu_report import table
 
 SMALL, LARGER = "SmolLM2-135M", "random weights in the shape of Qwen3-1.7B"
@@ -45,7 +46,7 @@ def summary(path: Path) -> str:
 
 def real_models(path: Path, drafts: Path) -> str:
     """A line for each model that one runs: its command, and tokens a second beside those of other engines, token by token and with lookup."""
-    found, questions = json.loads(path.read_text()), json.loads(drafts.read_text())["rows"]["lookup, auto"]
+    found, drafted = json.loads(path.read_text()), json.loads(drafts.read_text())
     shown = [
         (engine, way) for way in ("", ", lookup") for engine in PEERS if (engine, way) != ("ik_llama.cpp", ", lookup")
     ]
@@ -60,10 +61,11 @@ def real_models(path: Path, drafts: Path) -> str:
         plain = plain or figures["1 after 64"]
         cells = [speed((looked if way else plain).get(f"{engine}, {form}")) for engine, way in shown]
         lines.append([name, f"`{command}`", *cells])
-    per_forward = questions["tokens"] / questions["forwards"]
-    note = f"With lookup, 50 questions about Python take {per_forward:.2f} tokens a forward, {100 * questions['equal'] // 50}% of them with the tokens of greedy decoding."
+    looked_up, count = drafted["rows"]["lookup, auto"], drafted["settings"]["questions"]
+    per_forward = looked_up["tokens"] / looked_up["forwards"]
+    note = f"With lookup, answers to {count} questions about Python take {per_forward:.2f} tokens a forward; {looked_up['equal']} of {count} have the tokens of greedy decoding."
     best = "Each engine has the fastest of its settings. " if found.get("settings") else ""
-    return f"{table(head, lines)}\n\n{note} {best}{facts(found, '1')}"
+    return f"{table(head, lines)}\n\n{note} {best}{facts(found, '1', {engine for engine, _ in shown})}"
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -135,11 +137,10 @@ def megabytes(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def facts(found: dict[str, Any], threads: str) -> str:
-    """The caption: the clock, the processor with the level of its instructions, and versions."""
+def facts(found: dict[str, Any], threads: str, engines: Collection[str] | None = None) -> str:
+    """The caption: the clock, the processor with the level of its instructions, and versions of `engines`; None: of all."""
     kind = "CPU time" if threads == "1" else "wall clock"
     versions = {name.split(", ")[0]: about.split(", ")[0] for name, about in found.get("builds", {}).items()}
-    others = [
-        f"{engine} {version}" for engine, version in versions.items() if engine not in ("pdkernels", "ik_llama.cpp")
-    ]
+    skipped = {"pdkernels", "ik_llama.cpp"} | ({*versions} - {*engines} if engines is not None else set[str]())
+    others = [package(f"{engine} {version}") for engine, version in versions.items() if engine not in skipped]
     return ", ".join([f"{kind}, minimum of interleaved rounds; {found['machine']}", f"torch {found['torch']}", *others])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -20,6 +21,15 @@ MODULES = {
     "onnxruntime": "onnxruntime_genai",
     "vLLM": "vllm",
 }
+
+
+def package(build: str) -> str:
+    """An engine and its version, by the name of its package.
+
+    >>> package("onnxruntime 0.18.0"), package("llama.cpp 0.3.36")
+    ('onnxruntime-genai 0.18.0', 'llama.cpp 0.3.36')
+    """
+    return re.sub(r"^onnxruntime(?= )", "onnxruntime-genai", build)
 
 
 class Worker:

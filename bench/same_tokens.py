@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 
 import pdkernels as pd
-from bench.cpu_processes import Ended, Refused, Worker, pythons
+from bench.cpu_processes import Ended, Refused, Worker, package, pythons
 from bench.drafters_peers import held_out
 from bench.gpu_report import table
 from bench.records import write
@@ -152,7 +152,7 @@ def same_tokens(found: dict[str, Any]) -> str:
         speed = f"{drafted['alone_ms'] / drafted['ms']:.2f}x" if drafted else "-"
         lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells, *([speed] if timed else [])])
     head = ["answers that differ", *WAYS, *(["speed with drafts"] if timed else [])]
-    builds = ", ".join(dict.fromkeys(found["builds"].values()))
+    builds = ", ".join(map(package, dict.fromkeys(found["builds"].values())))
     words = f"In brackets: the first position that differs in any answer. {found['tokens']} tokens an answer"
     words += f"; {found['model']}; {found['machine']}, torch {found['torch']}; {builds}"
     return f"{table(head, lines)}\n\n{words}"

@@ -340,6 +340,15 @@ def test_the_committed_figures_have_tables() -> None:
     assert cpu_engines_report.summary(cpu_engines.RESULTS).count("**pdkernels") >= 4
 
 
+def test_the_caption_of_real_models_is_that_of_the_records() -> None:
+    drafts = drafters_peers.ROOT / "bench/results/drafters.json"
+    text = cpu_engines_report.real_models(cpu_engines.RESULTS, drafts)
+    count = json.loads(drafts.read_text())["settings"]["questions"]
+    assert f"answers to {count} questions" in text and f"{count} of {count} have the tokens of greedy decoding" in text
+    assert "llama.cpp 0." in text and "torchao" not in text  # versions of the columns alone
+    assert "onnxruntime-genai 0.18.0" in cpu_engines_report.summary(cpu_engines.RESULTS)
+
+
 def test_clients_take_turns_and_the_minimum_counts() -> None:
     rounds = iter(
         [9.0, 40.0, 30.0, 8.0, 20.0, 50.0]

@@ -96,6 +96,9 @@ def test_no_table_is_empty(page: Path) -> None:
 def test_rows_follow_a_head(page: Path) -> None:
     tables = re.findall(r"(?:^\|.*\n)+", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     assert all(re.match(r"\|.*\n\|[ :|-]+\|\n", table) for table in tables), "a blank line inside a table ends it"
+    for table in tables:
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        assert len({*cells}) == 1, f"a bar in a cell is written \\|: {table.splitlines()[cells.index(max(cells))]}"
 
 
 def test_families_of_checkpoints_are_named_wherever_they_are_listed() -> None:
