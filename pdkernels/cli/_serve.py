@@ -169,7 +169,7 @@ def serve(
             app_options |= {"origins": allow_origin or (), "hosts": allow_host or (), "drafters": drafters}
             app_options |= {"allow_unload": allow_unload}
             app = create_app(engine, called, method=method, options=options, **app_options)
-            run(app, host=host, port=port, limits=limits)
+            run(app, host=host, port=port)
 
 
 def _labelled(kind: str, assignments: list[str] | None) -> list[tuple[str, str]]:

@@ -140,7 +140,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.state.engine, app.state.grammars = engine, grammars
+    app.state.engine, app.state.grammars, app.state.limits = engine, grammars, bounds
 
     def refused(request: Request, error: Exception) -> Escaped:
         parameter, code, headers = None, None, dict[str, str]()

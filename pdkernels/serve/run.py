@@ -152,10 +152,10 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
     return Fair
 
 
-def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None) -> None:
-    """Serves an application of `create_app` until SIGTERM or SIGINT.
+def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serves an application of `create_app`, within its limits, until SIGTERM or SIGINT.
 
-    Then running requests may finish within `limits.shutdown` seconds; those that have not end with what they have.
+    Then running requests may finish within `Limits.shutdown` seconds; those that have not end with what they have.
 
     Raises:
         ImportError: without uvicorn.
@@ -167,7 +167,7 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
     except ModuleNotFoundError as missing:
         remedy = "Install it with `pip install uvicorn`."
         raise ImportError(sentence("serve", "a server needs uvicorn", remedy)) from missing
-    bounds = limits or Limits()
+    bounds: Limits = app.state.limits
     seconds, protocol = bounds.shutdown, fair(H11Protocol, bounds.body_seconds, bounds.unread_seconds)
 
     class Server(uvicorn.Server):

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import pdkernels as pd
 from pdkernels.cli import _serve, app
 
 pytest.importorskip("fastapi")
@@ -46,6 +48,19 @@ def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], s
         except httpx.HTTPError:
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
             time.sleep(0.05)
+
+
+def test_a_server_has_the_limits_of_its_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        import_module("pdkernels.serve.run"), "fair", lambda protocol, *seconds: seen.append(seconds) or protocol
+    )
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: seen.append(server.config))
+    limits = serve.Limits(shutdown=3.0, body_seconds=2.0, unread_seconds=5.0)
+    with pd.Engine(pd.models.load("tiny-code")) as engine:
+        serve.run(serve.create_app(engine, "tiny", limits=limits), port=free_port())
+    (seconds, config) = seen
+    assert seconds == (2.0, 5.0) and config.timeout_graceful_shutdown == 13
 
 
 def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
