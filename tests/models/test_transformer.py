@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import pdkernels as pd
 from pdkernels.models import (
     Llama3Scaling,
     Transformer,
@@ -324,6 +325,17 @@ def test_inference_first_and_training_later() -> None:
         model(random_tokens(1, 3), cache=model.new_cache(1, 3))
     model(random_tokens(1, 3)).sum().backward()
     assert not model(random_tokens(1, 3), cache=model.new_cache(1, 3)).requires_grad
+
+
+@pytest.mark.parametrize("name", ["tiny-code", "tiny-hybrid", "tiny-recurrent"])
+def test_autocast_is_refused_on_a_cache(name: str) -> None:
+    """Decoders leave it by themselves."""
+    model, tokens = pd.models.load(name), torch.tensor([[1, 2, 3]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(tokens).shape == (1, 3, model.config.vocab_size)
+        with pytest.raises(TypeError, match=r"and autocast changes it\. Call it under torch\.autocast\("):
+            model(tokens, cache=model.new_cache(1, 8))
+        assert len(pd.decoding.generate(model, [1, 2], max_new_tokens=2, end_tokens=()).tokens) == 2
 
 
 def test_layers_with_windows_train_after_inference() -> None:

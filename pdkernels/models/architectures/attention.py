@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from pdkernels._attention import LARGEST, takes_head_dim
-from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_type, fail
+from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_type, fail, sentence
 from pdkernels.cache import Cache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
@@ -118,6 +118,10 @@ def cached_visibility(
 
     `lengths` is the host's copy of the cache's lengths, which exists on a CPU.
     """
+    if torch.is_autocast_enabled(cache.device.type) and not torch.compiler.is_compiling():
+        fault = "a forward on a cache has the dtype of the model, and autocast changes it"
+        remedy = "Call it under torch.autocast(.., enabled=False), and convert the model with .to() for another dtype."
+        raise TypeError(sentence("models", fault, remedy))
     expect_(cache, rows, counts)
     if cache.dtype == torch.int8 and isinstance(mask, torch.Tensor):
         fail("Transformer", "mask", "be a TilePlan on an 8-bit cache", "a bool tensor", "Call mask.plan().")
