@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import operator
 import os
 from collections.abc import Iterable, Sequence
@@ -79,6 +80,19 @@ def integer(op: str, argument: str, value: object, minimum: int) -> int:
     if number < minimum:
         fail(op, argument, f"be {minimum} or more", number)
     return number
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy as Python's, and anything else as it is.
+
+    >>> plain(torch.tensor(3).numpy()[()]), plain("text")
+    (3, 'text')
+    """
+    if isinstance(value, (Tensor, list, tuple, str, bool)) or value is None:
+        return value
+    if hasattr(value, "__index__") and not hasattr(value, "__len__"):
+        return operator.index(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_int(

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from pdkernels._validation import check, check_fits_float, check_text, check_type
+from pdkernels._validation import check, check_fits_float, check_text, check_type, plain
 from pdkernels.grammar.grammar import Grammar
 from pdkernels.ops.filter_logits import LARGEST
 
@@ -187,6 +187,7 @@ def _items(op: str, name: str, value: Any, expectation: str) -> list[Any]:
 
 
 def _token(op: str, name: str, value: Any) -> int:
+    value = plain(value)
     check_type(type(value) is int, op, name, "hold ints", type(value).__name__)
     check(value >= 0, op, name, "hold ids from 0 on", value)
     return int(value)
@@ -210,17 +211,18 @@ def _bias(op: str, name: str, value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     check_type(isinstance(value, Mapping), op, name, "map tokens to numbers", type(value).__name__)
-    return {_token(op, name, token): _number(op, name, bias) for token, bias in value.items()}
+    return {_token(op, name, token): _number(op, name, plain(bias)) for token, bias in value.items()}
 
 
 def _forced(op: str, name: str, value: Any) -> dict[int, int] | None:
     if value is None:
         return None
     check_type(isinstance(value, Mapping), op, name, "map places in the new text to tokens", type(value).__name__)
-    for place in value:
+    places = {plain(place): token for place, token in value.items()}
+    for place in places:
         check_type(type(place) is int, op, name, "have ints as places", type(place).__name__)
         check(0 <= place <= MAX_POSITIONS, op, name, f"have places in 0 .. {MAX_POSITIONS}", place)
-    return {place: _token(op, name, token) for place, token in value.items()}
+    return {place: _token(op, name, token) for place, token in places.items()}
 
 
 def _strings(op: str, name: str, value: Any) -> tuple[str, ...]:
@@ -261,9 +263,10 @@ def _seed(op: str, name: str, value: Any) -> int | tuple[int, ...]:
     if isinstance(value, int) and type(value) is not bool:
         return value
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
-    is_list = is_list and all(type(number) is int for number in value)
-    check_type(is_list, op, name, "be an int or a list of ints", type(value).__name__)
-    return tuple(value)
+    seeds = tuple(map(plain, value)) if is_list else ()
+    valid = is_list and all(type(seed) is int for seed in seeds)
+    check_type(valid, op, name, "be an int or a list of ints", type(value).__name__)
+    return seeds
 
 
 def _grammar(op: str, name: str, value: Any) -> Any:
@@ -446,7 +449,7 @@ class SamplingParams:
         for setting in SETTINGS.values():
             value = getattr(self, setting.name)
             if value is not setting.default:
-                object.__setattr__(self, setting.name, setting.check(op, setting.name, value))
+                object.__setattr__(self, setting.name, setting.check(op, setting.name, plain(value)))
 
     def replace(self, op: str = "SamplingParams", **settings: Any) -> SamplingParams:
         """A copy with other settings, which are checked, in the name of `op`."""
@@ -499,7 +502,7 @@ def tokens_of(value: Any, kind: Kind) -> Iterable[int]:
 
 
 def take_params(op: str, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    """`params` with the settings among `options`, which are taken out of them.
+    """`params` with the settings among `options`, which are taken out of them; numbers of NumPy become Python's.
 
     >>> options = {"block_size": 4, "top_k": 2}
     >>> take_params("decoding.generate", None, options).top_k, options
@@ -508,6 +511,7 @@ def take_params(op: str, params: SamplingParams | None, options: dict[str, Any])
     check_type(
         params is None or isinstance(params, SamplingParams), op, "params", "be SamplingParams", type(params).__name__
     )
+    options.update({name: plain(value) for name, value in options.items()})
     settings = {name: options.pop(name) for name in SETTINGS.keys() & options.keys()}
     return (
         SamplingParams(op=op, **settings) if params is None else params.replace(op, **settings) if settings else params

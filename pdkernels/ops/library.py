@@ -9,8 +9,6 @@ kernels and ops composed in Python refuse nothing, so their fake runs first.
 
 from __future__ import annotations
 
-import numbers
-import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,16 @@ from torch.autograd import forward_ad
 
 from pdkernels import _native, backends
 from pdkernels._aliasing import check_dense, check_written
-from pdkernels._validation import check_fits_float, check_flag, check_type, fail, message, refuse_tangents, sentence
+from pdkernels._validation import (
+    check_fits_float,
+    check_flag,
+    check_type,
+    fail,
+    message,
+    plain,
+    refuse_tangents,
+    sentence,
+)
 
 NAMESPACE = __name__.partition(".")[0]  # of the package itself: a copy under another name has ops of its own
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -319,7 +326,7 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
     for at, flag in spec.flags:  # torch would take a number
         check_flag(name, flag, arguments[at])
     if not PLAIN.issuperset(map(type, arguments)) and not torch.compiler.is_compiling():
-        arguments = tuple(map(_plain, arguments))
+        arguments = tuple(map(plain, arguments))  # torch would take a float32 of NumPy for an int, and round it
     for at, number in spec.numbers:  # torch would round an int
         if type(arguments[at]) is int:
             check_fits_float(name, number, arguments[at])
@@ -346,15 +353,6 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         raise NotImplementedError(sentence(name, reason, "Call it under torch.no_grad()."))
     # torch's operators take no int of more than 64 bits for a float.
     return spec.reference(*(float(x) if type(x) is int and not -(2**63) <= x < 2**63 else x for x in arguments))
-
-
-def _plain(argument: Any) -> Any:
-    """A NumPy number as Python's: torch would take a float32 for an int and round it."""
-    if isinstance(argument, (Tensor, list, tuple, str, bool)) or argument is None:
-        return argument
-    if hasattr(argument, "__index__") and not hasattr(argument, "__len__"):
-        return operator.index(argument)
-    return float(argument) if isinstance(argument, numbers.Real) else argument
 
 
 def _explain(spec: OpSpec, arguments: tuple[Any, ...], error: Exception) -> None:

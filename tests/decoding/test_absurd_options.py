@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+import pdkernels as pd
 from pdkernels.decoding import available, generate
 from pdkernels.decoding.methods import METHODS
 from tests.harness.sessions import FILTERS
@@ -52,6 +53,27 @@ CASES += [(method, option) for method in ("autoregressive", "jacobi", "llada", "
 
 
 FEW = [2**70, float("nan"), 10**400, numpy.ones(3)]
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    model = pd.models.load("tiny-code")
+    options = {
+        "max_new_tokens": 6,
+        "temperature": 0.5,
+        "top_k": 9,
+        "seed": 3,
+        "repetition_penalty": 1.5,
+        "page_size": 4,
+    }
+    expected = generate(
+        model, "import o", "jacobi", block_size=4, suppress_tokens=[10], logit_bias={32: 2.0}, **options
+    )
+    numbers = {name: numpy.asarray(value)[()] for name, value in options.items()}
+    numbers |= {"suppress_tokens": numpy.array([10]), "logit_bias": {numpy.int64(32): numpy.float32(2)}}
+    found = generate(model, "import o", "jacobi", block_size=numpy.int32(4), **numbers)
+    assert found.text == expected.text and found.stats.forwards == expected.stats.forwards
+    with pytest.raises(TypeError, match="max_new_tokens must be an int, got float"):
+        generate(model, "import o", max_new_tokens=numpy.float64(6))
 
 
 @pytest.mark.parametrize("values", [FEW, pytest.param(VALUES, marks=pytest.mark.slow)], ids=["few", "all"])

@@ -358,6 +358,13 @@ def test_an_exported_model_leaves_the_model_as_it_was(used: bool) -> None:
         close(exported(random_tokens(2, length)), model(random_tokens(2, length)))
 
 
+def test_a_model_without_memory_has_shapes() -> None:
+    with torch.device("meta"):
+        model, tokens = Transformer(CONFIG), torch.zeros(2, 5, dtype=torch.int64)
+    cached = model(tokens, cache=model.new_cache(2, 8))
+    assert cached.shape == model(tokens).shape == (2, 5, CONFIG.vocab_size) and cached.is_meta
+
+
 def test_a_model_of_fake_tensors() -> None:
     model = build()
     with FakeTensorMode(), torch.device("cpu"):

@@ -22,6 +22,7 @@ from pdkernels.cache import Cache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
+from pdkernels.models.architectures import fused
 from pdkernels.models.architectures.caches import expect_
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import Pools
@@ -118,7 +119,7 @@ def cached_visibility(
 
     `lengths` is the host's copy of the cache's lengths, which exists on a CPU.
     """
-    if torch.is_autocast_enabled(cache.device.type) and not torch.compiler.is_compiling():
+    if fused.is_autocast() and not torch.compiler.is_compiling():
         fault = "a forward on a cache has the dtype of the model, and autocast changes it"
         remedy = "Call it under torch.autocast(.., enabled=False), and convert the model with .to() for another dtype."
         raise TypeError(sentence("models", fault, remedy))

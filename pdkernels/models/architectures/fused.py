@@ -22,8 +22,12 @@ from pdkernels.ops.transformer_ops import add_rms_norm, gelu_and_mul, silu_and_m
 
 def enabled(x: torch.Tensor) -> bool:
     """Whether the ops replace plain PyTorch. Autocast mixes dtypes, which they do not support."""
-    mixed = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return not (torch.is_grad_enabled() or mixed) and x.dtype in KERNEL_DTYPES
+    return not (torch.is_grad_enabled() or is_autocast()) and x.dtype in KERNEL_DTYPES
+
+
+def is_autocast() -> bool:
+    """Whether autocast is on for a device that the models run on."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
