@@ -67,6 +67,8 @@ class KVCacheBase(AdaptedSequences):
             k_new, v_new: ``(batch, rows, kv_heads, head_dim)``. An 8-bit cache quantises numbers.
             counts: ``(batch,)`` rows to store, the others are padding. None: all.
         """
+        name = f"cache.{type(self).__name__}.append_"
+        check(0 <= layer < self.layers, name, "layer", f"be in [0, {self.layers})", layer)
         rows = stored(self.dtype, k_new, v_new)
         kv_append_(self.k[layer], self.v[layer], *rows, self.lengths, counts=counts, block_table=self.block_table)
 
@@ -97,7 +99,7 @@ class KVCacheBase(AdaptedSequences):
         No other sequence changes, and the host does not wait. A paged cache must have the pages already: `resize_row_`.
 
         Raises:
-            ValueError: a cache with other layers, heads or dtype, or more tokens than there is room for.
+            ValueError: a cache with other layers, heads or dtype, or more tokens than both have room for.
 
         Example:
             >>> import torch
@@ -110,7 +112,8 @@ class KVCacheBase(AdaptedSequences):
         op = f"cache.{type(self).__name__}.copy_row_"
         kinds = [(cache.layers, cache.kv_heads, cache.head_dim, cache.dtype) for cache in (self, other)]
         check(kinds[0] == kinds[1], op, "other", "have the same layers, heads and dtype", kinds[1])
-        check(0 <= length <= self._row_capacity(row), op, "length", f"be in [0, {self._row_capacity(row)}]", length)
+        room = min(self._row_capacity(row), other._row_capacity(other_row))
+        check(0 <= length <= room, op, "length", f"be in [0, {room}]", length)
         at, slots = self._index(row, length)
         for target, rows in zip((self.k, self.v), other.row(other_row, length), strict=True):
             target[:, at, slots] = rows

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._attention import SCALE_BYTES, check_head_dim, halves
+from pdkernels._validation import check_type
 from pdkernels.ops.kv_cache import kv_quantize
 
 
@@ -15,6 +16,7 @@ def row_width(op: str, head_dim: int, dtype: torch.dtype) -> int:
     >>> [row_width("cache", 64, dtype) for dtype in (torch.bfloat16, torch.int8)]
     [64, 68]
     """
+    check_type(isinstance(dtype, torch.dtype), op, "dtype", "be a torch.dtype", repr(dtype))
     if dtype != torch.int8:
         return head_dim
     check_head_dim(op, head_dim)

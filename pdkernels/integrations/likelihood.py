@@ -168,5 +168,8 @@ def _weighted(model: Any, prefix: Sequence[int], text: Sequence[int], weights: T
 
 def _check_pairs(prefixes: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], minimum: int = 1) -> None:
     check(len(prefixes) == len(texts), OP, "prefixes", f"be as many as texts ({len(texts)})", len(prefixes))
+    for name, sequences in (("prefixes", prefixes), ("texts", texts)):
+        for ids in sequences:
+            check_type(not isinstance(ids, str), OP, name, "hold token ids", "text", "Encode it with model.tokenizer.")
     short = min(map(len, prefixes), default=minimum)
     check(short >= minimum, OP, "prefixes", f"have at least {minimum} tokens", f"one with {short}")

@@ -21,7 +21,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 class LogitFilters(NamedTuple):
-    """Filters of logits, in the order in which they are applied: `bias`, the penalties, `banned` and `allowed`.
+    """Filters of logits, in the order in which they are applied: `bias`, the penalties, `banned` and `allowed`. Penalties
+    are of the tokens in `counts` and `recent`: without both they change nothing.
 
     Tensors are ``(*rows, n)``, where `rows` is the beginning of the shape of the rows of logits: ``(n,)`` is for all
     rows, and for logits ``(batch, R, V)`` a tensor ``(batch, n)`` is for the R rows of a sequence.

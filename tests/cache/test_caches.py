@@ -214,6 +214,17 @@ def test_numbers_of_any_integer_type() -> None:
     assert cache.lengths.tolist() == [1, 1, 1]
 
 
+def test_mistakes_are_named() -> None:
+    with pytest.raises(TypeError, match=r"ContiguousKVCache: dtype must be a torch\.dtype, got 'float16'"):
+        ContiguousKVCache(1, 1, 4, 1, 2, dtype="float16")
+    cache, longer, rows = ContiguousKVCache(1, 1, 4, 1, 2), ContiguousKVCache(1, 1, 9, 1, 2), torch.ones(1, 2, 1, 2)
+    for layer in (-1, 1):
+        with pytest.raises(ValueError, match=r"append_: layer must be in \[0, 1\)"):
+            cache.append_(layer, rows, rows)
+    with pytest.raises(ValueError, match=r"copy_row_: length must be in \[0, 4\], got 7"):
+        longer.copy_row_(0, cache, 0, 7)
+
+
 @pytest.mark.parametrize("page_size", [None, 1, 5])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_copies_are_independent(duplicate, page_size: int | None) -> None:

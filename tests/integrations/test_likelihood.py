@@ -75,6 +75,9 @@ def test_the_bound_of_masked_models_by_draws() -> None:
 
 
 def test_what_likelihoods_refuse() -> None:
+    for prefixes, texts, name in ((["1"], [[1]], "prefixes"), ([[1]], ["1"], "texts")):
+        with pytest.raises(TypeError, match=f"{name} must hold token ids, got text. Encode it"):
+            log_likelihood(pd.models.load("tiny-code"), prefixes, texts)
     with pytest.raises(ValueError, match="have at least 1 tokens"):
         log_likelihood(small_masked(0), [[]], [[1]])
     with pytest.raises(ValueError, match="be as many as texts"):

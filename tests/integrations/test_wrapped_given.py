@@ -306,3 +306,9 @@ def test_an_error_says_that_a_model_must_be_wrapped() -> None:
     remedy = r"Pass pdkernels\.integrations\.transformers\.wrap\(model, tokenizer\)\.$"
     with pytest.raises(TypeError, match=rf"got LlamaForCausalLM without it\. {remedy}"):
         pd.decoding.generate(small(), PROMPT, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(("token", "kind"), [("<mask>", TypeError), (10**6, ValueError), (-1, ValueError)])
+def test_a_mask_token_is_an_id_of_the_model(token: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"pdkernels\.wrap: mask_token must be"):
+        wrap(small(), mask_token=token)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_choice, check_type, message
+from pdkernels._validation import check, check_choice, check_type, integer, message
 from pdkernels.cache import Cache, HybridCache, StateShape
 from pdkernels.integrations.transformers._attention import attention
 from pdkernels.integrations.transformers._experts import NAME, register_experts
@@ -439,6 +439,10 @@ def wrap(
     op = "wrap"
     model = _plain_model(op, model)
     check_choice(op, "attention", attention, ("causal", "bidirectional"))
+    if mask_token is not None:
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        token = integer(op, "mask_token", mask_token, 0)
+        check(token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", token)
     predicts = predicts or ("own" if attention == "bidirectional" else "next")
     check_choice(op, "predicts", predicts, ("next", "own"))
     register()

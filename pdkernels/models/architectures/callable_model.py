@@ -181,7 +181,8 @@ def from_callable(
 
     Args:
         f: ``f(tokens) -> logits``: int64 ``(batch, T)`` to ``(batch, T, vocab_size)``, or to an object with such
-            `.logits`. A module, a function, a model of another library.
+            `.logits`. A module, a function, a model of another library. A module runs in the mode that it has: call
+            `.eval()` first, or dropout makes every forward another one.
         vocab_size: entries in a row of logits.
         mask_token: the id that `f` was trained to fill in.
         predicts: which token the logits of row i predict: "own", i itself, or "next", i + 1. None: "own" with a mask
