@@ -203,8 +203,8 @@ class Engine:
             RuntimeError: the engine is closed, has failed, or runs in the process of which this one is a fork.
         """
         self._refuse_closed()
-        params = take_params(_OP, params, options)
         arguments = {name: options.pop(name) for name in ARGUMENTS if name in options}
+        params = take_params(_OP, params, options)
         chosen = method if isinstance(method, Method) else find(method)
         check_capabilities(chosen, self.model, options)
         check_options(chosen, options, (*SETTINGS, *ARGUMENTS, "timeout", "provisional", "after"))
