@@ -49,7 +49,9 @@ def write(folder: Path, config: Any = None, **files: Any) -> Path:
     made.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config})
+        )
     for name, content in files.items():
         path = folder / name.replace("__", "/").replace("_DOT_", ".")
         path.parent.mkdir(exist_ok=True)
