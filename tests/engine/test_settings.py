@@ -122,7 +122,7 @@ def test_seeds_and_what_an_engine_does_not_do() -> None:
         with pytest.raises(TypeError, match="seed must be an int or a list of ints, got byte"):
             generate(model, "a", max_new_tokens=1, seed=seed)
     with Engine(model, max_new_tokens=4) as engine:
-        for wrong in (b"1", [1], True, 1.0, "1", numpy.int64(1)):
+        for wrong in (b"1", [1], True, 1.0, "1", numpy.float64(1)):
             with pytest.raises(TypeError, match="Engine.submit: seed must be an int"):
                 engine.submit("a", max_new_tokens=1, seed=wrong)
         for name, wrong in (("n", True), ("n", 1.0), ("infill", 0), ("infill", None)):
