@@ -274,6 +274,9 @@ def autocast_dtype(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
 
 def autocasted(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """The tensors in their `autocast_dtype`."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
     return tuple(x.to(autocast_dtype(x, dtype)) for x in tensors)
 
 

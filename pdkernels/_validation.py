@@ -90,9 +90,12 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, (Tensor, list, tuple, str, bool)) or value is None:
         return value
-    if hasattr(value, "__index__") and not hasattr(value, "__len__"):
-        return operator.index(value)
-    return float(value) if isinstance(value, numbers.Real) else value
+    try:
+        if hasattr(value, "__index__") and not hasattr(value, "__len__"):
+            return operator.index(value)
+        return float(value) if isinstance(value, numbers.Real) else value
+    except (TypeError, OverflowError):  # a class, or a number beyond all floats
+        return value
 
 
 def check_int(

@@ -187,7 +187,8 @@ class Engine:
             params: `SamplingParams` to start from; settings among the `options` come before its own.
             on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error
                 ends the request.
-            timeout: seconds from now after which it ends with what it has; None: no limit.
+            timeout: seconds from now after which it ends with what it has; None: no limit. Log-probabilities come after
+                it.
             provisional: also give pieces with what stands after the text so far (`Piece.provisional`), for a method
                 that fills positions in any order. A reader gets the latest; older ones are not kept.
             after: a generation of this engine that has joined a batch, which this one goes on from: it was let in, so this
@@ -337,7 +338,7 @@ class Engine:
         """Takes no more requests; returns whether all have ended, and the thread has.
 
         Args:
-            finish: wait for the requests that are there; False cancels them.
+            finish: wait for the requests that are there; False cancels them, without their log-probabilities.
             timeout: seconds to wait; None: for ever. A callback or a hook, which the thread runs, does not wait.
         """
         check_flag("Engine.close", "finish", finish)
@@ -465,7 +466,8 @@ class Engine:
                 raise
             except BaseException as error:  # of the batch: a model that fails, memory that has run out, a hook
                 method_batch.fail(error, self._metrics)
-        self._memory.scoring.turn(self._memory.shared_pages, self.prompt_tokens_per_step)
+                budget = 0  # some of it may be spent
+        self._memory.scoring.turn(self._memory.shared_pages, max(1, budget), self.prompt_tokens_per_step)
         return True
 
     def _fail(self, error: BaseException) -> None:

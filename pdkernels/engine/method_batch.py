@@ -315,7 +315,7 @@ class MethodBatch:
         assert batch is not None
         if self.prefilling is None:
             young = not self.waiting or (before is not None and self.oldest >= before)
-            if young or len(self.running) == self._rows or memory.before(self.oldest):
+            if young or self._scores(memory) or len(self.running) == self._rows or memory.before(self.oldest):
                 return 0
             self._stops = []
             try:
@@ -383,6 +383,10 @@ class MethodBatch:
         """Says whose grammars the rows of the next forward follow."""
         if self._grammars is not None:
             self._grammars.now = [None if session is None else session.grammar for session in sessions]
+
+    def _scores(self, memory: Memory) -> bool:
+        """Whether as many texts wait for their log-probabilities as may run, so that the next that asks for them waits."""
+        return self.waiting[0].session.params.logprobs is not None and len(memory.scoring) >= self._rows
 
     def _leave(self, row: int, memory: Memory, metrics: EngineMetrics, reason: FinishReason | None = None) -> None:
         assert self.batch is not None

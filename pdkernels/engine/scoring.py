@@ -12,6 +12,8 @@ from pdkernels.engine.tree import PrefixTree, Root
 from pdkernels.generation.logprobs import scored, steps_of
 from pdkernels.generation.result import LogProbs
 from pdkernels.generation.session import Session, inference
+from pdkernels.models.architectures.callable_model import CallableModel
+from pdkernels.models.capabilities import capabilities
 
 
 class Ended(NamedTuple):
@@ -28,8 +30,7 @@ class Ended(NamedTuple):
 class Scoring:
     """Texts that have ended and wait for their log-probabilities, one after the other.
 
-    A text runs once more, in pieces as short as those of a prompt, so that the others go on. Of its prompt it takes over
-    what is kept."""
+    A text runs once more, in pieces, so that the others go on. Of its prompt it takes over what is kept."""
 
     def __init__(self) -> None:
         self._ended = deque[Ended]()
@@ -52,20 +53,25 @@ class Scoring:
         """Puts a text behind the others."""
         self._ended.append(ended)
 
-    def turn(self, tree: PrefixTree | None, budget: int) -> None:
-        """Runs `budget` tokens of the oldest texts, or a forward more; `tree` has the rows of prompts."""
+    def turn(self, tree: PrefixTree | None, budget: int, piece: int) -> None:
+        """Runs `budget` tokens of the oldest texts, or a forward more, of at most `piece` each; `tree` has the rows of
+        prompts."""
+        for ended in [ended for ended in self._ended if not self.needed(ended.handle, ended.session)]:
+            if ended is self._ended[0]:
+                self._steps = None
+            self._ended.remove(ended)
+            ended.tell(None, None)
         while self._ended and budget > 0:
             ended, result, error = self._ended[0], None, None
-            if self.needed(ended.handle, ended.session):
-                try:
-                    with inference():
-                        self._steps = self._steps or _begun(ended, tree)
-                        budget -= next(self._steps)
-                    continue
-                except StopIteration as end:
-                    result = end.value
-                except BaseException as failed:  # of this text: no other has a part in its forward
-                    error = failed
+            try:
+                with inference():
+                    self._steps = self._steps or _begun(ended, tree, piece)
+                    budget -= next(self._steps)
+                continue
+            except StopIteration as end:
+                result = end.value
+            except BaseException as failed:  # of this text: no other has a part in its forward
+                error = failed
             self._ended.popleft()
             self._steps = None
             ended.tell(result, error)
@@ -76,7 +82,7 @@ class Scoring:
         self._steps = None
 
 
-def _begun(ended: Ended, tree: PrefixTree | None) -> Generator[int, None, list[LogProbs]]:
+def _begun(ended: Ended, tree: PrefixTree | None, piece: int) -> Generator[int, None, list[LogProbs]]:
     session = ended.session
     model, count = getattr(session.model, "model_itself", session.model), session.params.logprobs
     assert count is not None
@@ -84,7 +90,10 @@ def _begun(ended: Ended, tree: PrefixTree | None) -> Generator[int, None, list[L
     def restore(cache: Any) -> int:
         return _restore(ended, cache, tree)
 
-    logits = scored(model, session.prompts, session.tokens, adapters=session.adapters, restore=restore, in_pieces=True)
+    # What a model of recurrent depth keeps of a prompt depends on how it is cut; a function reads the text anew each time.
+    whole = isinstance(model, CallableModel) or "recurrent" in capabilities(model)
+    size = None if whole else piece
+    logits = scored(model, session.prompts, session.tokens, adapters=session.adapters, restore=restore, piece=size)
     return steps_of(logits, session.tokens, count)
 
 

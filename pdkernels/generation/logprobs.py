@@ -56,7 +56,7 @@ def scored(
     run: Callable[..., Any] | None = None,
     adapters: Sequence[Any] | None = None,
     restore: Callable[[Any], int] | None = None,
-    in_pieces: bool = False,
+    piece: int | None = None,
 ) -> Iterator[tuple[int, Any, int]]:
     """The logits that predict each token of `texts`, which follow `prompts`: the number of the first token, logits
     ``(batch, R, V)``, and how many tokens of a text have run for them; rows past the end of a text are padding.
@@ -67,9 +67,11 @@ def scored(
         run: replaces the call of the model.
         adapters: of each text.
         restore: puts K and V of the first tokens of all prompts into a cache; returns how many, not the last ones.
-        in_pieces: whether prompts run in pieces, too; after each of them but the last come logits without rows.
+        piece: tokens per forward, at most `CHUNK`, of prompts, too; after each piece of them but the last come logits
+            without rows. None: prompts run whole.
     """
     run, width = model if run is None else run, max(map(len, prompts))
+    size = min(CHUNK, piece or CHUNK)
     longest = max(map(len, texts))
     if longest == 0:
         return
@@ -81,20 +83,20 @@ def scored(
     device = cache.lengths.device
     packed = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    while in_pieces and min(map(len, prompts)) - done > CHUNK:
-        piece = torch.full_like(lengths, CHUNK)
-        logits = run(packed[:, done : done + CHUNK].contiguous(), cache=cache, counts=piece, rows=(piece - 1)[:, None])
-        cache.commit_(piece)
-        done += CHUNK
-        yield 0, logits[:, :0], CHUNK
+    while piece is not None and min(map(len, prompts)) - done > size:
+        counts = torch.full_like(lengths, size)
+        logits = run(packed[:, done : done + size].contiguous(), cache=cache, counts=counts, rows=(counts - 1)[:, None])
+        cache.commit_(counts)
+        done += size
+        yield 0, logits[:, :0], size
     lengths = lengths - done
     rows = (lengths - 1)[:, None]
     yield 0, run(packed[:, done:].contiguous(), cache=cache, counts=lengths, rows=rows), width - done
     cache.commit_(lengths)
     remaining = torch.tensor([max(0, len(text) - 1) for text in texts], device=device)
     padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
-    for first in range(0, longest - 1, CHUNK):
-        tokens = padded[:, first : min(first + CHUNK, longest - 1)].contiguous()
+    for first in range(0, longest - 1, size):
+        tokens = padded[:, first : min(first + size, longest - 1)].contiguous()
         counts = (remaining - first).clamp(0, tokens.shape[1])
         yield first + 1, run(tokens, cache=cache, counts=counts), tokens.shape[1]
         cache.commit_(counts)

@@ -93,7 +93,7 @@ def _check_schemas(rules: str) -> None:
                 queue += value
         if admits_others:
             fault = "in an object of %json that may have other properties, llguidance takes a named one with any value if its name has an escape"
-            warnings.warn(sentence(OP, fault, "Set additionalProperties to false."), stacklevel=5)
+            warnings.warn(sentence(OP, fault, "Set additionalProperties to false."), stacklevel=7)
 
 
 class PrefixAutomaton:

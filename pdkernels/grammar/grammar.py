@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -40,16 +41,16 @@ def _remembered(
     @wraps(make)
     def made(cls: type[Grammar], /, *args: P.args, **options: P.kwargs) -> Grammar:
         grammar = make(cls, *args, **options)
-        grammar._call = make.__name__, args, options
+        grammar._call = make.__name__, *copy.deepcopy((args, options))
         return grammar
 
     return made
 
 
 def _again(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a schema, which were given
-        return getattr(Grammar, name)(*args, **options)
+    if options.get("unknown") == "warn" or (name == "json_schema" and "unknown" not in options):
+        options = {**options, "unknown": "ignore"}  # it has been told
+    return getattr(Grammar, name)(*args, **options)
 
 
 class Grammar:

@@ -87,7 +87,11 @@ def entries(
         text: of the answer, without a prompt.
         marks: what special tokens are in the text.
     """
-    bytes_of, special_name = written(tokenizer), getattr(tokenizer, "decode_all", lambda _: "")
+    bytes_of = written(tokenizer)
+
+    def special_name(token: int) -> str:
+        return marks.get(token) or str(getattr(tokenizer, "decode_all", lambda _: "")([token]))
+
     tokens = [marks[token].encode() if token in marks else bytes_of(token) for token in ids]
     strips = bool(tokens) and getattr(tokenizer, "skips_first_space", False) and not text.startswith(" ")
     if strips:
@@ -96,11 +100,14 @@ def entries(
     while offsets and not tokens[len(offsets) - 1]:
         offsets.pop()
     tokens, prefix = tokens[: len(offsets)], "" if chat else "bytes:"
+    names = [
+        shown(written_bytes, prefix) or special_name(token) for token, written_bytes in zip(ids, tokens, strict=False)
+    ]
 
     @cache
     def named(token: int, first: bool) -> tuple[str, list[int]]:
         written_bytes = bytes_of(token).removeprefix(b" " if first else b"")
-        return shown(written_bytes, prefix) or special_name([token]), list(written_bytes)
+        return shown(written_bytes, prefix) or special_name(token), list(written_bytes)
 
     values = [*map(_finite, found.tokens.tolist())]
     tops = [
@@ -114,14 +121,13 @@ def entries(
         def entry(text: str, written_bytes: list[int], value: float) -> dict[str, Any]:
             return {"token": text, "logprob": value, "bytes": written_bytes}
 
-        rows = zip(tokens, values, tops, strict=False)
+        rows = zip(names, tokens, values, tops, strict=False)
         content = [
-            {**entry(shown(token), list(token), value), "top_logprobs": [entry(*one) for one in top]}
-            for token, value, top in rows
+            {**entry(name, list(token), value), "top_logprobs": [entry(*one) for one in top]}
+            for name, token, value, top in rows
         ]
         return {"content": content, "refusal": None}
 
-    names = [shown(token, prefix) for token in tokens]
     return {
         "tokens": names,
         "token_logprobs": values[: len(tokens)],

@@ -440,8 +440,9 @@ def test_all_grammars_with_all_methods(method: str) -> None:
 def test_a_grammar_can_be_pickled() -> None:
     """By the call that made it, in another process as well; without the warnings of that."""
     schema = {"type": "array", "items": {"type": "integer"}, "minItem": 2}
-    with pytest.warns(UserWarning, match="minItem"):
+    with pytest.warns(UserWarning, match="minItem") as told:
         listed = Grammar.json_schema(schema, whitespace="compact")
+    assert [warning.filename for warning in told] == [__file__]
     deep = Grammar.ebnf('start: "[" start "]" | "x"', depth=None)
     cases = [(listed, "[1,2]"), (deep, "[[x]]"), (Grammar.regex("a+b"), "aab"), (Grammar.choice(["x", "y"], fill="joint"), "y")]  # fmt: skip
     for grammar, text in cases:
@@ -450,3 +451,5 @@ def test_a_grammar_can_be_pickled() -> None:
             other = pickle.loads(pickle.dumps(grammar))
         assert other.matches(text) and not other.matches(f"{text}!") and (other.source, other.fill) == (grammar.source, grammar.fill)  # fmt: skip
         assert copy.deepcopy(grammar) is grammar and copy.copy(grammar) is grammar
+    schema["minItems"] = 3  # afterwards
+    assert pickle.loads(pickle.dumps(listed)).matches("[1,2]")

@@ -238,8 +238,9 @@ def test_schemas_that_llguidance_reads_wrongly() -> None:
     with pytest.warns(
         UserWarning,
         match="takes a named one with any value if its name has an escape. Set additionalProperties to false",
-    ):
+    ) as told:
         Grammar.lark("start: %json " + json.dumps(named))
+    assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         closed = Grammar.lark("start: %json " + json.dumps({**named, "additionalProperties": False}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.engine import Engine
+from pdkernels.engine.scoring import Ended, Scoring
 from pdkernels.generation import logprobs
 from pdkernels.models import Hybrid, HybridConfig, from_callable
 from pdkernels.models.architectures.windows import Window
@@ -41,6 +43,7 @@ MODELS: dict[str, Any] = {
     "windows": lambda: model_with((Window(7), None)),
     "states": hybrid,
     "a function": without_cache,
+    "recurrences": lambda: pd.models.load("tiny-recurrent"),
 }
 
 
@@ -72,13 +75,15 @@ def test_others_go_on_meanwhile() -> None:
     with Engine(
         model, max_new_tokens=250, max_prompt_tokens=250, prompt_tokens_per_step=16, kept_prompt_tokens=0
     ) as engine:
-        likely = engine.submit("import os\n" * 20, max_new_tokens=100, **LIMIT)
+        begun = threading.Event()
+        likely = engine.submit("import os\n" * 20, max_new_tokens=100, on_tokens=lambda *_: begun.wait(60), **LIMIT)
 
         def told(*_: Any) -> None:
             if not likely.done and sum(len(piece.ids) for piece in likely.pieces) == 100:
                 between.append(None)
 
         other = engine.submit("def ", max_new_tokens=250, end_tokens=(), on_tokens=told)
+        begun.set()
         assert len(other.result(60).tokens) == 250 and likely.done
     assert len(between) > 4  # 200 and 99 tokens, 64 at a time
 
@@ -121,6 +126,35 @@ def test_nothing_is_computed_for_a_text_that_nobody_reads(monkeypatch: pytest.Mo
             assert handle.finish_reason == "cancelled" and 0 < len(result.tokens) < 12
             assert (result.logprobs is None) == unread
     assert len(passes) == 1
+
+
+def test_no_more_texts_wait_than_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else requests whose prompts are kept would end faster than their log-probabilities are computed."""
+    model, lengths, plainly = pd.models.load("tiny-code"), list[int](), Scoring.turn
+
+    def turn(self: Scoring, *arguments: Any) -> None:
+        lengths.append(len(self))
+        plainly(self, *arguments)
+
+    monkeypatch.setattr(Scoring, "turn", turn)
+    with Engine(model, max_running=2, max_new_tokens=4, prompt_tokens_per_step=2, kept_prompt_tokens=4000) as engine:
+        prompt = "import os\n" * 10
+        engine.submit(prompt, max_new_tokens=1, end_tokens=()).result(60)
+        handles = [engine.submit(prompt + letter, max_new_tokens=2, **LIMIT) for letter in "abcdefghij"]
+        for handle in handles:
+            assert handle.result(60).logprobs is not None
+    assert 1 < max(lengths) <= 4  # two that wait, and the two that ran then
+
+
+def test_a_text_that_nobody_reads_leaves_from_behind_others() -> None:
+    ended, scoring = list[Any](), Scoring()
+    session: Any = SimpleNamespace(params=SimpleNamespace(logprobs=1))
+    for name in "abc":
+        handle: Any = SimpleNamespace(unread=False)
+        scoring.add(Ended(handle, session, (), lambda *result, name=name: ended.append((name, *result))))
+    scoring.requests[1].handle.unread = True
+    scoring.turn(None, 0, 4)
+    assert ended == [("b", None, None)] and len(scoring) == 2
 
 
 def test_an_error_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

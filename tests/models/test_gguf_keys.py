@@ -136,11 +136,11 @@ def test_a_scaling_factor_alone_is_not_ignored(tmp_path: Path, monkeypatch: pyte
     assert float((plain(tokens) - model(tokens)).abs().max()) > 1
 
 
-@pytest.mark.parametrize("stated", [1.0, 1.1386294])
+@pytest.mark.parametrize("stated", [1.0, 1.1386294, 0.8782489])
 def test_a_factor_of_yarn_that_llama_cpp_does_not_read(
     stated: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its converter writes that of a rule, and its own writer 1."""
+    """Its converter writes that of a rule, which in DeepSeek-R1-0528-Qwen3-8B is one by YaRN's own, and its own writer 1."""
     write(tmp_path / "m.gguf", "llama", {**YARN, "rope.scaling.yarn_attn_factor": stated}, monkeypatch)
     assert models.load(tmp_path / "m.gguf").config.rope_scaling.attention_factor == pytest.approx(1.1386294)
 
@@ -154,7 +154,7 @@ def test_yarn_below_one_leaves_queries_alone(tmp_path: Path, monkeypatch: pytest
     ("arch", "changes", "sentence"),
     [
         ("llama", {"rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor must be 1 without rope.scaling.type yarn"),
-        ("llama", {**YARN, "rope.scaling.yarn_attn_factor": 1.3}, "rope.scaling.yarn_attn_factor must be 1 or 1.13863, got 1.3"),
+        ("llama", {**YARN, "rope.scaling.yarn_attn_factor": 1.3}, "rope.scaling.yarn_attn_factor must be 1, 1.13863 or 0.878249, got 1.3"),
         ("lfm2", {"attention.sliding_window": 4}, "lfm2.attention.sliding_window must be absent or cover all 256"),
         ("qwen35", {"rope.dimension_sections": [2, 2, 0, 0]}, "rope.dimension_sections must give every pair one of"),
     ],

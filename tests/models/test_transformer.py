@@ -336,6 +336,8 @@ def test_autocast_is_refused_on_a_cache(name: str) -> None:
         with pytest.raises(TypeError, match=r"and autocast changes it\. Call it under torch\.autocast\("):
             model(tokens, cache=model.new_cache(1, 8))
         assert len(pd.decoding.generate(model, [1, 2], max_new_tokens=2, end_tokens=()).tokens) == 2
+        narrow = pd.models.load(name, dtype=torch.bfloat16)
+        assert narrow(tokens, cache=narrow.new_cache(1, 8)).shape == (1, 3, model.config.vocab_size)
 
 
 def test_layers_with_windows_train_after_inference() -> None:

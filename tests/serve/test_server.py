@@ -221,6 +221,15 @@ def test_the_chosen_token_is_told_and_special_ones_have_names() -> None:
     assert found["top_logprobs"] == [{"a": -0.5, "<0>": -1.0}, {"<0>": -1.0, "<1>": -2.0, "b": -3.0}]
     tops = [one["top_logprobs"] for one in entries(True, Named(), [2, 3], "ab", likely)["content"]]
     assert tops[1][0] == {"token": "<0>", "logprob": -1.0, "bytes": []} and [len(top) for top in tops] == [2, 2]
+    inside = pd.decoding.LogProbs(
+        torch.tensor([-0.5, -1.0, -0.125]), torch.tensor([[2], [0], [3]]), torch.tensor([[-0.5], [-1.0], [-0.125]])
+    )
+    assert entries(False, Named(), [2, 0, 3], "ab", inside)["top_logprobs"] == [
+        {"a": -0.5},
+        {"<0>": -1.0},
+        {"b": -0.125},
+    ]
+    assert [one["token"] for one in entries(True, Named(), [2, 0, 3], "ab", inside)["content"]] == ["a", "<0>", "b"]
 
 
 @pytest.mark.parametrize("n", [1, 2])

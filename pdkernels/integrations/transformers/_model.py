@@ -441,8 +441,8 @@ def wrap(
     check_choice(op, "attention", attention, ("causal", "bidirectional"))
     if mask_token is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        token = integer(op, "mask_token", mask_token, 0)
-        check(token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", token)
+        mask_token = integer(op, "mask_token", mask_token, 0)
+        check(mask_token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", mask_token)
     predicts = predicts or ("own" if attention == "bidirectional" else "next")
     check_choice(op, "predicts", predicts, ("next", "own"))
     register()

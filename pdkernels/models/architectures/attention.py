@@ -22,7 +22,6 @@ from pdkernels.cache import Cache
 from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
-from pdkernels.models.architectures import fused
 from pdkernels.models.architectures.caches import expect_
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.experts import Pools
@@ -108,6 +107,13 @@ def plan_of(cache: Cache, rows: int, mask: torch.Tensor | TilePlan | None) -> Ti
     return _causal_plan(rows, cache.device) if mask is None else mask
 
 
+def _is_autocast(cache: Cache) -> bool:
+    kind = cache.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return False
+    return cache.dtype not in (torch.float64, torch.get_autocast_dtype(kind))
+
+
 def cached_visibility(
     cache: Cache,
     lengths: list[int] | None,
@@ -119,7 +125,7 @@ def cached_visibility(
 
     `lengths` is the host's copy of the cache's lengths, which exists on a CPU.
     """
-    if fused.is_autocast() and not torch.compiler.is_compiling():
+    if _is_autocast(cache) and not torch.compiler.is_compiling():
         fault = "a forward on a cache has the dtype of the model, and autocast changes it"
         remedy = "Call it under torch.autocast(.., enabled=False), and convert the model with .to() for another dtype."
         raise TypeError(sentence("models", fault, remedy))

@@ -22,12 +22,8 @@ from pdkernels.ops.transformer_ops import add_rms_norm, gelu_and_mul, silu_and_m
 
 def enabled(x: torch.Tensor) -> bool:
     """Whether the ops replace plain PyTorch. Autocast mixes dtypes, which they do not support."""
-    return not (torch.is_grad_enabled() or is_autocast()) and x.dtype in KERNEL_DTYPES
-
-
-def is_autocast() -> bool:
-    """Whether autocast is on for a device that the models run on."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return not (torch.is_grad_enabled() or autocast) and x.dtype in KERNEL_DTYPES
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

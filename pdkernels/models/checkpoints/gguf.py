@@ -256,6 +256,12 @@ def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> Rop
     further = fields.number("rope.scaling.attn_factor", above=0)
     if rule not in ("none", "linear", "yarn"):
         _refuse(file.name, "rope.scaling.type", "be none, linear or yarn", rule)
+    usual, stated = 1 + 0.1 * math.log(max(factor, 1.0)), fields.number("rope.scaling.yarn_attn_factor", above=0)
+    # llama.cpp does not read it. Its converter writes a rule's `attention_factor` there, or its `attn_factor`, which undoes
+    # the usual one in published files and which transformers does not read either.
+    if rule == "yarn" and not any(math.isclose(stated, known, rel_tol=1e-4) for known in (1.0, usual, 1 / usual)):
+        expectation = f"be 1, {usual:.6g} or {1 / usual:.6g}"
+        _refuse(file.name, "rope.scaling.yarn_attn_factor", expectation, stated)
     factors = file.tensors.get(_FACTORS)
     if further != 1 and (rule != "yarn" or factors is not None):
         expectation = f"be 1 with {_FACTORS}" if rule == "yarn" else "be 1 without rope.scaling.type yarn"
@@ -273,10 +279,6 @@ def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> Rop
         return None
     if rule == "linear":
         return LinearScaling(factor)
-    usual, stated = 1 + 0.1 * math.log(max(factor, 1.0)), fields.number("rope.scaling.yarn_attn_factor", above=0)
-    # llama.cpp does not read it, and its converter writes a rule's own factor there.
-    if stated != 1 and not math.isclose(stated, usual, rel_tol=1e-4):
-        _refuse(file.name, "rope.scaling.yarn_attn_factor", f"be 1 or {usual:.6g}", stated)
     return YarnScaling(
         factor=factor,
         original_positions=fields.integer("rope.scaling.original_context_length", minimum=0) or positions,

@@ -63,9 +63,8 @@ def rules_by_kind(fields: Fields, base: float) -> tuple[Fields, float]:
     if not full:
         merged.setdefault("rope_type", "default")
     truncate = merged.get("truncate", True)
-    demand(
-        truncate is True, "truncate", "be true in rules of kinds, where transformers does not read it", shown(truncate)
-    )
+    read = truncate is True or merged.get("rope_type", merged.get("type")) != "yarn"
+    demand(read, "truncate", "be true in rules of kinds, where transformers does not read it", shown(truncate))
     # In rules of kinds the original length is the one inside.
     config = {name: value for name, value in fields.given.items() if name != "original_max_position_embeddings"}
     config |= {"rope_parameters": merged, "rope_scaling": None}
