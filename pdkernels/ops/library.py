@@ -346,6 +346,8 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         if isinstance(anchor, Tensor) and anchor.is_meta:
             return spec.fake(*arguments)
         _explain(spec, arguments, error)
+        if type(error) is RuntimeError and str(error).startswith(f"{NAMESPACE}."):
+            raise ValueError(str(error)) from None  # torch 2.15 makes no ValueError of std::invalid_argument
         raise
     spec.check(*arguments)
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in _tensors(arguments, spec.writes)):

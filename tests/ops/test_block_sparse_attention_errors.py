@@ -10,7 +10,7 @@ import torch
 import pdkernels as pd
 from pdkernels import backends, masks
 from tests.ops.attention_cases import BACKWARD, OP, backend, kernels, make_inputs, on_device, raw
-from tests.support.errors import kind_of
+from tests.support.errors import OF_AN_OP, kind_of
 
 __all__ = ["backend", "kernels"]  # fixtures
 
@@ -192,7 +192,7 @@ def test_rows_of_wild_numbers(index: tuple[int, int], value: int, text: str) -> 
     rows = forward[3].clone()
     rows[index] = value
     for op, arguments, at in ((OP, forward, 3), (BACKWARD, backward, 7)):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(OF_AN_OP, match=text):
             op(*replaced(arguments, at, rows))
 
 
@@ -219,7 +219,7 @@ def test_lists_of_wild_numbers(transposed: bool, of_range: bool, column: int, va
     assert begin < middle if of_range else middle < end
     wild = lists.clone()
     wild[begin if of_range else middle, column] = value
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(OF_AN_OP, match=text):
         OP(*replaced(forward, 4, wild))
 
 

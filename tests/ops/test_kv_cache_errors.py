@@ -278,3 +278,15 @@ def test_debug_checks_raise_on_cuda(monkeypatch, call, good: Case, text: str, ch
     monkeypatch.setattr(_library, "DEBUG_CHECKS", True)
     bad = replace(good, **change).moved(torch.device("cuda"))
     check_refused(bad, bad, call, text)
+
+
+def test_what_a_kernel_refuses_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 raises RuntimeError for std::invalid_argument."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("pdkernels.kv_trim_: new_lengths must be in order.")
+
+    monkeypatch.setattr(_library, "run_counted", refuse)
+    lengths = torch.tensor([3, 6])
+    with pytest.raises(ValueError, match="^pdkernels.kv_trim_: new_lengths must be in order.$"):
+        pd.kv_trim_(lengths, torch.tensor([1, 1]))
