@@ -76,8 +76,8 @@ class Engine:
         max_prompt_tokens, max_new_tokens: limits of a request; a row of a cache has room for both. None: what the model
             was trained for, at most 4,096 together, three quarters of it for the prompt.
         max_waiting: requests that have not joined a batch.
-        prompt_tokens_per_step: tokens of prompts, of all batches, that may run between two steps. A longer prompt runs in pieces, so
-            that it does not stall the others.
+        prompt_tokens_per_step: tokens of prompts, of all batches, that may run between two steps. A longer prompt runs in
+            pieces, so that it does not stall the others.
         kept_prompt_tokens: tokens of earlier prompts and answers whose K and V are kept, for prompts that begin with the
             same ones; 0 keeps none. Recurrent states that are kept count as the tokens whose memory they take; of layers
             with windows the rows before some places are kept, as long as running requests leave room.

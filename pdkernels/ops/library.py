@@ -243,12 +243,17 @@ _COUNTER = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 def run_counted(op: torch._ops.OpOverload, arguments: tuple[Any, ...], writes: tuple[int, ...]) -> Any:
     """Calls an op and counts here, which is cheaper than in the dispatcher. A compiled graph counts for itself."""
-    if (
-        not writes or torch.compiler.is_compiling() or forward_ad._current_level >= 0
-    ):  # tangents need the dispatcher's own way
+    if torch.compiler.is_compiling():
         return op(*arguments)
-    with torch._C._ExcludeDispatchKeyGuard(_COUNTER):
-        results = op(*arguments)
+    try:
+        if not writes or forward_ad._current_level >= 0:  # tangents need the dispatcher's own way
+            return op(*arguments)
+        with torch._C._ExcludeDispatchKeyGuard(_COUNTER):
+            results = op(*arguments)
+    except RuntimeError as error:
+        if type(error) is RuntimeError and str(error).startswith(f"{NAMESPACE}."):
+            raise ValueError(str(error)) from None  # torch 2.15 makes no ValueError of std::invalid_argument
+        raise
     _count(arguments, writes)
     return results
 
@@ -346,8 +351,6 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         if isinstance(anchor, Tensor) and anchor.is_meta:
             return spec.fake(*arguments)
         _explain(spec, arguments, error)
-        if type(error) is RuntimeError and str(error).startswith(f"{NAMESPACE}."):
-            raise ValueError(str(error)) from None  # torch 2.15 makes no ValueError of std::invalid_argument
         raise
     spec.check(*arguments)
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in _tensors(arguments, spec.writes)):

@@ -200,3 +200,19 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, name: st
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code in (1, 2) and isinstance(run.exception, SystemExit), run.exception
     assert ("cannot be written to" if name != "file" else "is a file") in " ".join(run.stderr.split()), run.stderr
+
+
+def test_the_sizes_of_a_server_reach_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"max_running": 3, "max_waiting": 5, "max_prompt_tokens": 70, "max_new_tokens": 9}
+    sizes |= {"prompt_tokens_per_step": 32, "cache_tokens": 640, "prefix_dir_bytes": 1000}
+    asked: list[Any] = []
+
+    def made(model: Any, **options: Any) -> Any:
+        asked.append({name: options[name] for name in sizes})
+        raise ValueError("pdkernels.Engine: enough")
+
+    monkeypatch.setattr(_serve, "Engine", made)
+    flags = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    result = CliRunner().invoke(app, ["serve", "--model", "tiny-code", "--port", str(free_port()), *flags])
+    assert "enough" in result.output, result.output
+    assert asked == [sizes]
