@@ -26,6 +26,7 @@ from pdkernels.cli._terminal import (
     errors_reported,
     is_ours,
     load,
+    needs_chats,
     report,
     use_threads,
     visible,
@@ -143,14 +144,7 @@ def chat(
         )
         language_model: Any = load("chat", model, device, dtype, packed, cache_dtype, drafter, adapter)
         use_threads(threads, [language_model])
-        demand(
-            hasattr(language_model.tokenizer, "encode_chat"),
-            "chat",
-            "--model",
-            "have a chat template",
-            model,
-            "Use generate to continue a text.",
-        )
+        needs_chats("chat", language_model.tokenizer, model)
         suggestion = {} if chosen.keys() & set(DRAWS) else settings(model)
         if method is None:
             method, defaults = decoding.default_method(language_model, options, name=model)

@@ -22,7 +22,7 @@ from rich.text import Text
 from pdkernels import decoding, models
 from pdkernels._validation import check as demand
 from pdkernels.cli import _flags as flags
-from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_reported, load, use_threads, visible
+from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_reported, load, needs_chats, use_threads, visible
 from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
 from pdkernels.models.checkpoints.zoo import WEIGHTS
 from pdkernels.ops.quantized_linear import QuantizedWeight
@@ -75,9 +75,7 @@ def demo(
     console, same = Console(highlight=False), True
     with errors_reported():
         language_model: Any = load("demo", model, device, dtype, packed, cache_dtype)
-        remedy = "Use generate to continue a text."
-        chats = hasattr(language_model.tokenizer, "encode_chat")
-        demand(chats, "demo", "--model", "have a chat template", model, remedy)
+        needs_chats("demo", language_model.tokenizer, model)
         one_by_one = decoding.supports(GREEDY, language_model)
         demand(one_by_one, "demo", "--model", "decode token by token", model, "Use chat, or generate --method all.")
         use_threads(threads, [language_model])

@@ -181,6 +181,12 @@ def load(
     return language_model
 
 
+def needs_chats(command: str, tokenizer: Any, model: str) -> None:
+    """A model that only continues texts is refused before anything is asked of it."""
+    chats = hasattr(tokenizer, "encode_chat") and getattr(tokenizer, "chat_template", True) is not None
+    check(chats, command, "--model", "have a chat template", model, "Use generate to continue a text.")
+
+
 def load_drafter(
     command: str, model: str, target: Any, drafter: str, device: str, dtype: str | None
 ) -> tuple[str, Any]:

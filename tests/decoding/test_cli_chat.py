@@ -173,6 +173,16 @@ def test_errors(arguments: list[str], sentence: str) -> None:
     assert result.exit_code == 2 and sentence in result.stderr and "Hello" not in result.stdout
 
 
+@pytest.mark.parametrize("command", ["chat", "demo"])
+def test_a_tokenizer_without_a_chat_template(command: str, tiny: Transformer) -> None:
+    tiny.tokenizer.chat_template = None  # as that of a file that only continues texts
+    result = CliRunner().invoke(cli.app, [command, "--model", "tiny"], input="Hello\n")
+    expected = (
+        f"error: pdkernels.{command}: --model must have a chat template, got tiny. Use generate to continue a text.\n"
+    )
+    assert result.exit_code == 2 and result.stderr == expected
+
+
 # ---- the demo
 
 
