@@ -20,6 +20,7 @@ import torch
 import pdkernels as pd
 from bench.gpu_clock import gpu_clock
 from bench.timing import compare
+from bench.verified_tokens import LLAMA_8B
 from pdkernels.integrations.device_loop import DeviceLoop, available
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 
@@ -47,19 +48,7 @@ def model(name: str, device: str) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            config = TransformerConfig(
-                vocab_size=128256,
-                hidden_size=4096,
-                layers=32,
-                heads=32,
-                kv_heads=8,
-                head_dim=128,
-                intermediate_size=14336,
-                rope_theta=500000.0,
-                tied_head=False,
-                max_positions=8192,
-            )
-            return Transformer(config, mask_token=0).requires_grad_(False)
+            return Transformer(TransformerConfig(**LLAMA_8B), mask_token=0).requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
 

