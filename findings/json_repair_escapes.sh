@@ -3,7 +3,7 @@
 # Seen: json-repair 0.64.6 does not read \/ and \f: an address with escaped slashes keeps its backslashes. A character that is written as two \u escapes becomes two halves, which no
 # encoder takes. A closing brace that is missing is enough, and with skip_json_loads=True the same happens to valid JSON. A cut key gives a list, and a cut true a string, also with
 # stream_stable=True.
-# Output seen: a line for each text with what json-repair gives and what it should; "2 of 7 right".
+# Output seen: a line for each text with what json-repair gives and what it should; "2 of 8 right".
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -16,6 +16,7 @@ import json_repair
 cases = [  # text, options, what a reader expects, what comes
     ('{"u": "http:\\/\\/a.b\\/c"', {}, {"u": "http://a.b/c"}, {"u": "http:\\/\\/a.b\\/c"}),
     ('{"u": "http:\\/\\/a.b\\/c"}', {"skip_json_loads": True}, {"u": "http://a.b/c"}, {"u": "http:\\/\\/a.b\\/c"}),
+    ('{"u": "a\\fb"', {}, {"u": "a\fb"}, {"u": "a\\fb"}),
     ('{"e": "\\ud83d\\ude00"', {}, {"e": "\U0001f600"}, {"e": "\ud83d\ude00"}),
     ('{"u": "a\\tb \\u00e9"', {}, {"u": "a\tb é"}, {"u": "a\tb é"}),
     ('{"key', {"stream_stable": True}, {}, ["key"]),
