@@ -17,7 +17,8 @@ transformers = pytest.importorskip(
 )
 
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
-KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3", "olmo2", "olmo3", *MIXTURES)
+GEMMAS, HYBRIDS = ("gemma2", "gemma3_text", "gemma4_text"), ("qwen3_5_text", "lfm2")
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3", "olmo2", "olmo3", *MIXTURES, *GEMMAS, *HYBRIDS)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 LLAMA3 = dict(
@@ -53,7 +54,38 @@ def base(kind: str) -> dict[str, Any]:
     if kind == "olmo3":
         rule = fields["rope_parameters"]
         fields |= {"rope_parameters": {"full_attention": rule, "sliding_attention": dict(rule)}, "sliding_window": 4}
+    if kind in GEMMAS:
+        fields |= {
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 12,
+            "eos_token_id": 5,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+        }
+    if kind in ("olmo3", *GEMMAS):
         fields["layer_types"] = ["sliding_attention", "full_attention"]
+    if kind in ("gemma3_text", "gemma4_text"):
+        rule = fields["rope_parameters"]
+        fields["rope_parameters"] = {"full_attention": dict(rule), "sliding_attention": {**rule, "rope_theta": 30.0}}
+    if kind == "gemma4_text":
+        fields |= {
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 23,
+        }
+    if kind == "qwen3_5_text":
+        fields["layer_types"] = ["linear_attention", "full_attention"]
+        fields["rope_parameters"] = {**fields["rope_parameters"], "partial_rotary_factor": 0.5}
+        fields |= {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        }
+    if kind == "lfm2":
+        fields |= {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8, "intermediate_size": 40}
+        del fields["head_dim"]
     return fields
 
 
@@ -153,6 +185,75 @@ EXPERTS: dict[str, list[Any]] = {
 }
 """Of the classes in `MIXTURES` alone."""
 
+S, F = "sliding_attention", "full_attention"
+_NORMED: dict[str, list[Any]] = {
+    "hidden_activation": ["silu", "gelu", None],
+    "query_pre_attn_scalar": [8, 0.5],
+    "final_logit_softcapping": [None, 2.5, 0.5],
+    "attn_logit_softcapping": [None, 1.5],
+    "use_bidirectional_attention": [True, False, None],
+}
+_RULES: list[Any] = [
+    None,
+    {},
+    {F: {"rope_type": "default", "rope_theta": 50.0}, S: {"rope_type": "default"}},
+    {F: {"rope_type": "linear", "factor": 2.0}, S: {"rope_type": "default", "rope_theta": 30.0}},
+    {F: {"rope_type": "default", "rope_theta": 50.0}, S: {"rope_type": "linear", "factor": 2.0}},
+    {F: {**YARN, "rope_theta": 50.0}, S: {"rope_type": "default", "rope_theta": 30.0}},
+    {F: {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}, S: {"rope_type": "default", "rope_theta": 30.0}},
+    {F: {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.5}, S: {"rope_type": "default", "rope_theta": 30.0}},
+    {F: {"rope_type": "proportional", "rope_theta": 50.0, "factor": 2.0}, S: {"rope_type": "default", "rope_theta": 30.0}},
+    {F: {"rope_type": "default", "rope_theta": 50.0}},
+    {S: {"rope_type": "default", "rope_theta": 50.0}},
+]  # fmt: skip
+FAMILIES: dict[str, dict[str, list[Any]]] = {
+    **dict.fromkeys(MIXTURES, EXPERTS),
+    "gemma2": _NORMED,
+    "gemma3_text": {**_NORMED, "sliding_window_pattern": [1, 2], "rope_parameters": _RULES, "rope_local_base_freq": [7.0]},
+    "gemma4_text": {
+        **_NORMED,
+        "use_bidirectional_attention": ["all", "vision", None],
+        "rope_parameters": _RULES,
+        "global_head_dim": [32, None],
+        "num_global_key_value_heads": [1, 4],
+        "vocab_size_per_layer_input": [40],
+        "hidden_size_per_layer_input": [0, 12],
+        "attention_k_eq_v": [True],
+        "num_kv_shared_layers": [1, 2],
+        "enable_moe_block": [True],
+        "use_double_wide_mlp": [True],
+        "num_experts": [4],
+        "top_k_experts": [2],
+        "moe_intermediate_size": [12],
+        "per_layer_config": [{}, {"1": {"head_dim": 32}}, {"1": {"num_key_value_heads": 1}}, {"0": {"head_dim": 32}}],
+    },
+    "qwen3_5_text": {
+        "layer_types": [["linear_attention"] * 2, [F] * 2, [S, F], None],
+        "linear_conv_kernel_dim": [1, 2, 3],
+        "linear_key_head_dim": [8, 32],
+        "linear_value_head_dim": [8, 32],
+        "linear_num_key_heads": [1, 4],
+        "linear_num_value_heads": [2, 6],
+        "full_attention_interval": [1, 2],
+        "attn_output_gate": [False],
+        "partial_rotary_factor": [0.25, 1.0],
+        "mtp_num_hidden_layers": [1],
+        "mlp_only_layers": [[0]],
+    },
+    "lfm2": {
+        "norm_eps": [0.1],
+        "layer_types": [["conv"] * 2, [F] * 2, [F, "conv"], None],
+        "conv_bias": [True],
+        "conv_L_cache": [1, 2, 4, 5],
+        "block_multiple_of": [16, 7],
+        "block_ffn_dim_multiplier": [0.5, 1.3],
+        "block_auto_adjust_ff_dim": [False],
+        "full_attn_idxs": [[0], []],
+        "block_ff_dim": [60],
+        "tie_embedding": [False],
+    },
+}  # fmt: skip
+
 PAIRS: dict[str, dict[str, Any]] = {
     "a recipe beside rope_parameters": {"rope_scaling": YARN},
     "a recipe with its base": {"rope_scaling": {**YARN, "rope_theta": 100.0}},
@@ -188,9 +289,12 @@ def cases() -> list[Any]:
     for kind in KINDS:
         fast = kind in ("qwen2", "ministral3")
         every = [(f"{field}={value}"[:60], {field: value}) for field, values in VALUES.items() for value in values]
-        experts = [(f"{field}={value}", {field: value}) for field, values in EXPERTS.items() for value in values]
-        if kind in MIXTURES:
-            found += [pytest.param(kind, changes, id=f"{kind}-{name}") for name, changes in experts]
+        more = [
+            (f"{field}={value}"[:60], {field: value})
+            for field, values in FAMILIES.get(kind, {}).items()
+            for value in values
+        ]
+        found += [pytest.param(kind, changes, id=f"{kind}-{name}") for name, changes in more]
         for name, changes in [*every, *PAIRS.items(), *((f"no {field}", {field: ...}) for field in MISSING)]:
             touchy = any(part in name for part in ("rope", "window", "heads", "head_dim", "layer_types", "length", "no ", "base", "bias", "causal"))  # fmt: skip
             marks = [] if fast and touchy else [pytest.mark.slow]
@@ -203,7 +307,9 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore")
 def test_logits_are_those_of_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     fields = {name: value for name, value in {**base(kind), **changes}.items() if value is not ...}
-    inside = [key for value in changes.values() if isinstance(value, dict) for key in value]
+    parts = [value for value in changes.values() if isinstance(value, dict)]
+    parts += [inner for part in parts for inner in part.values() if isinstance(inner, dict)]
+    inside = [key for part in parts for key in part]
     named = (*changes, *inside, *(f"{name}_" for name in changes), "sliding_window", "kv_heads")
     check(fields, named, tmp_path)
 
@@ -222,7 +328,7 @@ def test_an_absent_width_of_heads_is_that_of_the_class(kind: str, size: int, tmp
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_field_is_left_out(kind: str) -> None:
     config = type(transformers.AutoConfig.for_model(kind))
-    known = {*VALUES, *(EXPERTS if kind in MIXTURES else ())}
+    known = {*VALUES, *FAMILIES.get(kind, ())}
     assert {field.name for field in dataclasses.fields(config)} <= known, {
         field.name for field in dataclasses.fields(config)
     } - known

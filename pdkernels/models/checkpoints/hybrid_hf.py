@@ -73,6 +73,8 @@ def _mixers(
     for name in types:
         demand(name in supported, "layer_types", f"be of {', '.join(supported)}", shown(name))
     check(len(types) == layers, OP, "config.json: layer_types", f"name one for each of {layers} layers", len(types))
+    recurrent = any(name != "full_attention" for name in types)
+    demand(recurrent, "layer_types", f"name a layer of {supported[-1]}", "full_attention alone")
     return tuple(_MIXERS[name] for name in types)
 
 
@@ -116,7 +118,7 @@ def _qwen(fields: Fields) -> HybridConfig:
         tied_head=fields.flag("tie_word_embeddings", False),
         max_positions=positions if scaling is None else scaling.reach(positions),
         mixers=_mixers(fields, _every_nth, ("full_attention", "linear_attention")),
-        conv_width=fields.integer("linear_conv_kernel_dim", 4),
+        conv_width=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
         key_heads=fields.integer("linear_num_key_heads", 16),
         value_heads=fields.integer("linear_num_value_heads", 32),
         key_dim=fields.integer("linear_key_head_dim", 128),
