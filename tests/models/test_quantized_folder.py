@@ -130,14 +130,15 @@ def test_experts_of_several_formats_are_refused(tmp_path: Path) -> None:
     assert models.load(tmp_path, packed=False).config.experts is not None
 
 
-@pytest.mark.parametrize("kind", ["gptq 4 of 32", "packed 8 of rows, zeros, fp32"])
-def test_a_quantised_head(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [48, 8])  # whose zeros are one word
+@pytest.mark.parametrize("kind", ["gptq 4 of 32", "packed 8 of rows, zeros, fp32", "packed 4 of 32, zeros"])
+def test_a_quantised_head(kind: str, rows: int, tmp_path: Path) -> None:
     config = copy.deepcopy(KINDS[kind].config)
     config |= {"lm_head": True} if "gptq" in kind else {"ignore": []}
-    held = write_folder(tmp_path, LLAMA, KINDS[kind]._replace(config=config), head=True)
+    held = write_folder(tmp_path, {**LLAMA, "vocab_size": rows}, KINDS[kind]._replace(config=config), head=True)
     model = models.load(tmp_path)
     assert torch.equal(model.head.dequantize(KINDS[kind].dtype), held["lm_head.weight"])
-    assert model(torch.tensor([TOKENS])).isfinite().all()
+    assert model(torch.tensor([TOKENS]) % rows).isfinite().all()
 
 
 def test_matrices_that_stay_numbers(tmp_path: Path) -> None:

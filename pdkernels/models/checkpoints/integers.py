@@ -73,7 +73,8 @@ class Scheme(Protocol):
 
 def fields_of_words(packed: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` numbers of 4 or 8 bits in each row of int32 words, the lowest bits first; uint8."""
-    data = packed.contiguous().view(torch.uint8)
+    # One word for each row of a transposed tensor lies as it should, and has another stride.
+    data = packed.reshape(-1).view(torch.uint8).view(len(packed), -1)
     return (data if bits == 8 else torch.stack((data & 15, data >> 4), -1).flatten(1))[:, :count]
 
 
