@@ -198,6 +198,14 @@ ROTARY: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 24,
         "factor": 2.0,
     },
+    "a scale": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 24,
+        "short_mscale": 1.0,
+        "long_mscale": 2.5,
+    },
 }
 
 
@@ -205,7 +213,7 @@ ROTARY: dict[str, dict[str, Any]] = {
 def test_frequencies_that_follow_the_length(rule: str) -> None:
     """The model may be in the middle of a long text: neither sees the other's frequencies. Where rules change, texts end."""
     more = {"max_position_embeddings": 24 if rule == "dynamic" else 48, "rope_parameters": ROTARY[rule]}
-    model = small("Llama", **more)
+    model = small("Phimoe" if rule == "a scale" else "Llama", **more)
     expected = theirs(model)
     long = torch.arange(40)[None] % V
     with torch.no_grad():

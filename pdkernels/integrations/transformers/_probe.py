@@ -132,7 +132,8 @@ def reach_of(
     """What the masks of the layers hide, if `run` runs them on tokens alone. Texts end where positions are ambiguous, and where a row would see something
     else than all earlier tokens or a window of them; without `windows` also where one begins to hide some."""
     for rule in _rotary_rules(config):
-        if rule.get("rope_type", rule.get("type")) in ("dynamic", "longrope"):
+        # Phi-MoE multiplies by one of two numbers, by the longest text of a forward, under any rule.
+        if rule.get("rope_type", rule.get("type")) in ("dynamic", "longrope") or "long_mscale" in rule:
             original = rule.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None) or positions
             positions = min(positions, int(original))
