@@ -28,7 +28,6 @@ from pdkernels.engine.generation import Generation, checked_wait
 from pdkernels.engine.method_batch import MethodBatch, Request
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
-from pdkernels.engine.scoring import Ended
 from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.grammar_rows import JoinedGrammars
 from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams, take_params
@@ -245,7 +244,8 @@ class Engine:
         check(session.longest <= longest, _OP, "prompt", within, session.longest, remedy)
         decoder = None if self.model.tokenizer is None else incremental(self.model.tokenizer)
         worker, on_tokens = self._thread, session.on_tokens
-        handle = Generation(next(self._numbers), session.prompts[0], decoder, worker)
+        adapter = session.adapters[0] if session.adapters else None
+        handle = Generation(next(self._numbers), session.prompts[0], decoder, worker, adapter)
 
         def tell(sequence: int, ids: list[int], accepted: int) -> None:
             handle._add(ids, accepted)
@@ -264,6 +264,8 @@ class Engine:
         request = Request(handle, session, deadline, sampler, stored)
         with self._lock:
             self._refuse_closed()
+            is_loaded = adapter is None or adapter in self.model.adapters.values()
+            check(is_loaded, _OP, "adapter", "stay loaded until it is submitted", repr(params.adapter))
             waiting = sum(len(method_batch.waiting) for method_batch in self._method_batches.values())
             if after is not None:
                 after._go_on(self._thread)
@@ -301,16 +303,10 @@ class Engine:
         op = "Engine.unload_adapter"
         with self._lock:
             adapter = checked_name(op, "name", self.model, name)
-            users = sum(adapter in (request.session.adapters or ()) for request in self._requests())
+            # Not by the lists of those that wait and run: between two of them a request is in none.
+            users = sum(handle.uses(adapter) for handle in self._handles)
             check(users == 0, op, "name", "be that of an adapter that no request uses", f"{name!r}, which {users} use")
             unload_adapter(self.model, name)
-
-    def _requests(self) -> list[Request | Ended]:
-        """Those that wait or run."""
-        method_batches = self._method_batches.values()
-        prefilling = [batch.prefilling for batch in method_batches if batch.prefilling is not None]
-        others = ([*batch.waiting, *batch.running.values()] for batch in method_batches)
-        return [*prefilling, *itertools.chain.from_iterable(others), *self._memory.scoring.requests]
 
     def metrics(self) -> EngineMetrics:
         """A copy of the counters.
@@ -443,8 +439,9 @@ class Engine:
         """Lets all batches run a step; whether there may be more to do."""
         with self._lock:
             method_batches = list(self._method_batches.values())
-            for request in self._requests() if self._closing == "cancel" else ():
-                request.handle.cancel(unread=True)
+            for handle in self._handles if self._closing == "cancel" else ():
+                if not handle.done:
+                    handle.cancel(unread=True)
             for method_batch in method_batches:
                 method_batch.drop_waiting(self._memory, self._metrics)
             self._memory.waiting(

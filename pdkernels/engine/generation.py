@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pdkernels._threads import Worker
 from pdkernels._validation import check, check_type, sentence
 from pdkernels.decoding import DecodeResult, Piece
+from pdkernels.models.architectures.lora import LoraAdapter
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
@@ -25,7 +26,9 @@ class Generation:
     delays nobody.
     """
 
-    def __init__(self, number: int, prompt: list[int], decoder: Any, worker: Worker) -> None:
+    def __init__(
+        self, number: int, prompt: list[int], decoder: Any, worker: Worker, adapter: LoraAdapter | None = None
+    ) -> None:
         self.number = number
         """Requests of an engine are numbered from 0 in the order of their submission."""
         self.prompt = prompt
@@ -49,19 +52,25 @@ class Generation:
         self._standing: tuple[int, int, list[int | None]] = (0, 0, [])  # number, the pieces before it, its tokens
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
-        self._worker, self._goes_on = worker, False
+        self._worker, self._goes_on, self._adapter = worker, False, adapter
+        self.keeps_adapter = False
+        """Whether its adapter stays loaded when it has ended, for a request that goes on from it."""
 
     def _go_on(self, worker: Worker) -> None:
         """Called for the request that comes after it; there is one at most."""
         ready = self._worker is worker and self.joined is not None and not self._goes_on
         expectation = "be a generation of this engine that has joined a batch, and is gone on from once"
         check(ready, "Engine.submit", "after", expectation, f"number {self.number}")
-        self._goes_on = True
+        self._goes_on, self.keeps_adapter = True, False
 
     @property
     def done(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self.ended is not None
+
+    def uses(self, adapter: LoraAdapter) -> bool:
+        """Whether an adapter must stay loaded for it."""
+        return self._adapter is adapter and (self.keeps_adapter or not self.done)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -76,7 +85,7 @@ class Generation:
             unread: nobody will read it, so its log-probabilities are not computed.
         """
         self.unread = self.unread or unread
-        self.cancelled = True
+        self.cancelled, self.keeps_adapter = True, False
 
     def result(self, timeout: float | None = None) -> DecodeResult[Any, Any]:
         """Waits for the end, and returns what `generate` returns for the prompt alone.

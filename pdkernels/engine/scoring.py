@@ -39,11 +39,6 @@ class Scoring:
     def __len__(self) -> int:
         return len(self._ended)
 
-    @property
-    def requests(self) -> list[Ended]:
-        """Those that wait."""
-        return [*self._ended]
-
     @staticmethod
     def needed(handle: Generation, session: Session) -> bool:
         """Whether somebody waits for the log-probabilities of a text."""

@@ -221,6 +221,7 @@ class Frontend:
         except BaseException:
             for choice in choices:
                 choice.cancel()
+            self._check_model(body)  # its adapter may have been unloaded just now
             raise
         return Answer(kind, body.model, choices, len(prompts), getattr(body, "include_reasoning", True))
 
@@ -277,7 +278,9 @@ class Frontend:
             )
         first_params = params.replace(max_new_tokens=min(limit, budget + opening))
         reading_options |= {"closing": form.closing + form.answer, "go_on": go_on if limit > budget + opening else None}
-        return Choice(run(ids, params=first_params, timeout=body.timeout), tokenizer, stops, **reading_options)
+        first = run(ids, params=first_params, timeout=body.timeout)
+        first.keeps_adapter = reading_options["go_on"] is not None
+        return Choice(first, tokenizer, stops, **reading_options)
 
     def limit(self, kind: str, prompt: int, most: int | None, asked: str = "max_tokens") -> int:
         """New tokens of an answer to so many: `most`, for which the request has the field `asked`, or what there is

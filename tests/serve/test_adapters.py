@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 
 import pdkernels as pd
 from pdkernels.decoding import Grammar, generate
+from pdkernels.engine.pages import Memory
+from pdkernels.models.text.chat import ChatTemplate
 from tests.support.lora import random_adapter
 
 pytest.importorskip("fastapi")
@@ -124,6 +125,42 @@ def test_unloaded_while_the_grammar_of_a_request_is_compiled(
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
 
+def test_not_unloaded_between_the_parts_of_an_answer(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thought has ended, and what goes on after its budget is not submitted yet."""
+    engine, refusals = client.app.state.engine, list[int]()
+    engine.load_adapter("brief", random_adapter(client.served, tmp_path / "brief", 4, 9))
+    submit, template = engine.submit, ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' }}")
+
+    def submitted(*arguments: Any, **options: Any) -> Any:
+        if options.get("after") is not None:
+            assert options["after"].done
+            refusals.append(client.delete("/v1/models/brief").status_code)
+        return submit(*arguments, **options)
+
+    monkeypatch.setattr(engine, "submit", submitted)
+    monkeypatch.setattr(client.served.tokenizer, "chat_template", template)
+    body = {"model": "brief", "messages": [{"role": "user", "content": "import"}], "max_tokens": 30, "ignore_eos": True}
+    answer = client.post("/v1/chat/completions", json=body | {"thinking_token_budget": 4})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 30, answer.text
+    assert refusals == [409]
+    assert client.delete("/v1/models/brief").status_code == 200
+
+
+def test_unloaded_while_a_request_is_submitted(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prepare = client.app.state.engine, Memory.prepare
+    engine.load_adapter("brief", random_adapter(client.served, tmp_path / "brief", 4, 9))
+
+    def unloads(*arguments: Any) -> Any:
+        engine.unload_adapter("brief")
+        return prepare(*arguments)
+
+    monkeypatch.setattr(Memory, "prepare", unloads)
+    answer = client.post("/v1/completions", json=CODE | {"model": "brief"})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
 def test_deleted_over_http(client: Any, tmp_path: Path) -> None:
     """Not while a request uses it, and not the model itself."""
     engine, path = client.app.state.engine, "/v1/models/org/brief"
@@ -141,11 +178,7 @@ def test_deleted_over_http(client: Any, tmp_path: Path) -> None:
     released.set()
     assert answer.status_code == 409 and "requests use 'org/brief'" in answer.json()["error"]["message"]
     handle.result(60)
-    for _ in range(100):  # its row is given up a moment after its result
-        answer = client.delete(path)
-        if answer.status_code != 409:
-            break
-        time.sleep(0.05)
+    answer = client.delete(path)
     assert answer.status_code == 200
     assert answer.json() == {"id": "org/brief", "object": "model", "deleted": True}
     assert client.get("/v1/models").json()["data"] == [one for one in before if one["id"] != "org/brief"]
