@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
-from pdkernels.serve.json_text import written_json
+from pdkernels.serve.json_text import parsed_json, written_json
 from tests.serve.clients import Chatting
 from tests.serve.test_fields import CHAT, MESSAGES, RESPONSES, TEMPLATE, TEXT, TOKENIZE
 
@@ -84,6 +84,14 @@ def test_what_runs_beside_the_event_loop(route: str, body: dict[str, Any], monke
         answer = client.post(route, json={"model": "tiny", **body})
         assert answer.status_code == 200, answer.text
     assert seen and not any(seen.values()), seen
+
+
+def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = dict[str, bool]()
+    monkeypatch.setattr("pdkernels.serve.bodies.parsed_json", watched(parsed_json, "parsed_json", seen))
+    with TestClient(create_app(pd.Engine(pd.models.load("tiny-code"), max_new_tokens=8), "tiny")) as client:
+        assert client.post(TEXT, json={"model": "tiny", "prompt": [100] * 9000}).status_code == 400
+    assert seen == {"parsed_json": False}
 
 
 def test_metrics_wait_for_the_engine_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

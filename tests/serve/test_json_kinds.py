@@ -39,6 +39,10 @@ def client() -> Any:
         yield made
 
 
+def many(item: bytes) -> bytes:
+    return b'{"options": [%s]}' % b",".join([item] * 66_000)
+
+
 def places(schema: dict[str, Any], known: dict[str, Any], at: Place = ()) -> Iterator[tuple[Place, str]]:
     """Where a body has numbers and flags, and which of them, by the server's own description."""
     schema = known[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
@@ -140,15 +144,25 @@ def test_half_a_character_in_what_the_model_reads_is_refused_by_name(
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b'{"prompt": "\xe9"}', "in UTF-8: byte 12 is part of no character"), (b"[" * 100_000, "it is too deep"),
+        (b'{"prompt": "\xe9"}', "in UTF-8: byte 12 is part of no character"), (b"[" * 50_000, "it is too deep"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "a number has too many digits"), (b'{"seed": 1e999}', "'1e999' is no number there"),
-        (b'{"seed": }', "Expecting value, at character 9"),
+        (b'{"seed": }', "Expecting value, at character 9"), (many(b"[]"), "must have at most 65536 lists and objects"),
+        (many(b'{"":"\\\\[\\""}'), "must have at most 65536 lists and objects"),
     ],
-    ids=["bytes", "depth", "digits", "number", "syntax"],
+    ids=["bytes", "depth", "digits", "number", "syntax", "lists", "objects"],
 )  # fmt: skip
 def test_what_is_wrong_with_json_is_said(client: Any, body: bytes, words: str) -> None:
     answer = client.post(TEXT, content=body, headers=JSON)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+
+def test_brackets_in_a_text_are_no_lists(client: Any) -> None:
+    """However many there are, behind quotes that are escaped and in whatever encoding."""
+    text = '\\"[{' * 40_000
+    for encoding in ("utf-8", "utf-16", "utf-32-be"):
+        content = json.dumps({"model": "tiny", "prompt": text}, ensure_ascii=False).encode(encoding)
+        answer = client.post(TEXT, content=content, headers=JSON)
+        assert answer.json()["error"]["code"] == "context_length_exceeded", answer.text
 
 
 def test_of_a_long_list_or_object_the_first_wrong_item_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -61,6 +62,14 @@ def test_a_server_has_the_limits_of_its_application(monkeypatch: pytest.MonkeyPa
         serve.run(serve.create_app(engine, "tiny", limits=limits), port=free_port())
     (seconds, config) = seen
     assert seconds == (2.0, 5.0) and config.timeout_graceful_shutdown == 13
+
+
+def test_what_is_loaded_is_not_collected_while_a_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **options: seen.append(gc.get_freeze_count()))
+    with pd.Engine(pd.models.load("tiny-code")) as engine:
+        serve.run(serve.create_app(engine, "tiny"), port=free_port())
+    assert seen[0] > 10_000 and gc.get_freeze_count() == 0
 
 
 def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
