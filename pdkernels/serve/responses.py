@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -295,20 +295,25 @@ class _Writer:
         """The events of a stream."""
         try:
             for kind in ("response.created", "response.in_progress"):
-                yield self._event(kind, response=self._response)
+                yield await in_thread(self._whole_event, kind, self._response)
             async for step, block, piece in block_steps(self._answer.choices[0]):
                 for kind, fields in self._step(step, block, piece):
                     yield self._event(kind, **fields)
             response = await self._finished()
-            yield self._event(f"response.{response['status']}", response=response)
+            yield await in_thread(self._whole_event, f"response.{response['status']}", response)
         except Exception as error:
             failure = {"code": "server_error", "message": told(error)[0]}
-            yield self._event("response.failed", response={**self._response, "status": "failed", "error": failure})
+            failed = {**self._response, "status": "failed", "error": failure}
+            yield await in_thread(self._whole_event, "response.failed", failed)
 
-    def _event(self, kind: str, **fields: Any) -> str:
+    def _whole_event(self, kind: str, response: dict[str, Any]) -> str:
+        """One that repeats the request, whose tools may take long."""
+        return self._event(kind, written_json, response=response)
+
+    def _event(self, kind: str, write: Callable[[Any], str] = json.dumps, **fields: Any) -> str:
         content = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(content)}\n\n"
+        return f"event: {kind}\ndata: {write(content)}\n\n"
 
     def _step(self, step: Step, block: Block, piece: str) -> list[tuple[str, dict[str, Any]]]:
         """The events of a step; at its end a block's item is among the items."""
@@ -407,7 +412,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
             chat = await in_thread(body.chat, store.messages(body.previous_response_id))
         with renamed(_FIELDS, inside=False):
             answer = await service.chat(request, chat)
-        writer = _Writer(body, chat, answer, store)
+        writer = await in_thread(_Writer, body, chat, answer, store)
         if body.stream:
             return Stream(writer.events(), answer.cancel)
         return await service.whole(request, answer, writer.whole())

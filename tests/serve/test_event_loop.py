@@ -19,10 +19,11 @@ from fastapi.testclient import TestClient
 from pdkernels.serve import create_app
 
 ASKED: Any = [{"role": "user", "content": "def "}]
+TOOLS: Any = {"tools": [{"type": "function", "name": "get"}], "tool_choice": "none"}
 LIKELY: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
 FUNCTIONS = {
     "frontend": ("infilled", "plain"),
-    "responses": ("messages_of", "written_json"),
+    "responses": ("messages_of", "written_json", "_dumped"),
     "messages_api": ("chat_messages",),
     "log_probs": ("written", "offsets_of"),
     "tokenizing": ("token_texts",),
@@ -64,6 +65,7 @@ def watched(function: Any, name: str, seen: dict[str, bool]) -> Any:
         (CHAT, {"messages": ASKED, "max_tokens": 4, **LIKELY}),
         (CHAT, {"messages": ASKED, "max_tokens": 4, **LIKELY, "stream": True}),
         (RESPONSES, {"input": ASKED, "max_output_tokens": 4}),
+        (RESPONSES, {"input": ASKED, "max_output_tokens": 4, "stream": True, "store": False, **TOOLS}),
         (MESSAGES, {"messages": ASKED, "max_tokens": 4}),
         (f"{MESSAGES}/count_tokens", {"messages": ASKED}),
         (TOKENIZE, {"prompt": "def ", "return_token_strs": True}),
