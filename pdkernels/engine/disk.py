@@ -108,6 +108,8 @@ class PrefixFolder:
         """Bytes of files that have been read and wait for their request: more than it can have are of no use."""
         self._read: OrderedDict[str, Rows] = OrderedDict()
         self._held, self._told = 0, False
+        self._told_errno: int | None = None
+        """Of the error that the log has, since when nothing was written."""
         self._bad: set[str] = set()
         self._jobs: deque[list[Written]] = deque(maxlen=_WAITING)
         self._ready, self._closed = threading.Condition(), False
@@ -243,7 +245,9 @@ class PrefixFolder:
             try:
                 self._write(job)
             except OSError as error:
-                _LOG.warning("a text was not written to %s: %s", self.folder, error)
+                if error.errno != self._told_errno:
+                    _LOG.warning("texts are not written to %s: %s", self.folder, error)
+                self._told_errno = error.errno
             except Exception:
                 _LOG.exception("a text was not written to %s", self.folder)
 
@@ -276,6 +280,7 @@ class PrefixFolder:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
             os.replace(temporary, path)
+            self._told_errno = None
         except BaseException:
             os.unlink(temporary)
             raise

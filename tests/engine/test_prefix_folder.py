@@ -217,16 +217,33 @@ def test_files_are_for_their_owner_and_a_bad_folder_is_refused(tmp_path: Path) -
         engine(pd.models.from_callable(lambda ids: torch.zeros(*ids.shape, 9), vocab_size=9), tmp_path)
 
 
-def test_a_full_disk_costs_no_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+FULL = """
+import logging, pathlib, resource, sys, time
+import pdkernels as pd
+import pdkernels.engine.pages
+from tests.engine.test_prefix_folder import asked, drawn, engine
+pdkernels.engine.pages.PAGE = 8
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+with engine(pd.models.load("tiny-code"), pathlib.Path(sys.argv[1])) as one:
+    for seed in range(3):
+        asked(one, drawn(seed, 100))
+    while one._memory.folder._jobs:
+        time.sleep(0.01)
+    time.sleep(0.1)  # for the last one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    asked(one, drawn(3, 100))
+"""
 
-    monkeypatch.setattr(os, "replace", full)
-    with caplog.at_level(logging.WARNING, "pdkernels.engine"), engine(pd.models.load("tiny-code"), tmp_path) as one:
-        asked(one, drawn(0, 100))
-    assert "No space left" in caplog.text and files(tmp_path) == []
+
+def test_a_full_disk_costs_no_request_and_one_line(tmp_path: Path) -> None:
+    """As the system says it: nothing of a file that was not finished stays, and what comes when there is room is kept."""
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stderr.count("WARNING") == 1 and f"texts are not written to {tmp_path}" in ended.stderr, ended.stderr
+    assert files(tmp_path) and all(path.suffix == ".safetensors" for path in files(tmp_path))
+    with engine(pd.models.load("tiny-code"), tmp_path) as one:
+        assert [asked(one, drawn(seed, 100))[0] > 90 for seed in (3, 0)] == [True, False]
 
 
 def test_a_slow_disk_delays_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
