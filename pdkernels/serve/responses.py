@@ -35,6 +35,7 @@ from pdkernels.serve.schema import (
     ObjectList,
     OneAnswer,
     Strict,
+    Unpadded,
     one_of,
 )
 from pdkernels.serve.service import Service, Stream
@@ -92,6 +93,7 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     store: Flag = True
     """Whether it can be named as `previous_response_id`, and be read again."""
     background: Literal[False] = False
+    stream_options: Unpadded | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     tools: Annotated[list[_Tool], TO_FIRST, LONGEST] | None = None
@@ -129,11 +131,13 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
             chat_fields["response_format"] = {"type": kind, **({"json_schema": schema} if schema else {})}
         if self.reasoning is not None:
             chat_fields["reasoning_effort"] = self.reasoning.effort
+        if self.stream_options is not None:
+            chat_fields["stream_options"] = self.stream_options.model_dump()
         chat_fields["max_completion_tokens"] = self.max_output_tokens
         return ChatRequest(messages=messages, **chat_fields)
 
 
-_SHARED = ChatRequest.model_fields.keys() - {"tools", "tool_choice", "metadata", "store"}
+_SHARED = ChatRequest.model_fields.keys() - {"tools", "tool_choice", "metadata", "store", "stream_options"}
 
 
 _FIELDS = {

@@ -129,11 +129,16 @@ class Strict(BaseModel):
         return fields
 
 
-class StreamOptions(Strict):
+class Unpadded(Strict):
+    """Of a stream whose events have no padding."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class StreamOptions(Unpadded):
     """How a stream ends."""
 
     include_usage: Flag = False
-    include_obfuscation: Literal[False] | None = None
 
 
 def _json_type(setting: Setting) -> Any:
@@ -173,6 +178,7 @@ class Common(Strict):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Beyond OpenAI's: in its client they are passed by `extra_body`.
     method: str | None = None
@@ -276,6 +282,7 @@ class ChatRequest(Settings):
     """False: an answer has at most one call."""
     calls_in_thoughts: Flag = False
     """Whether calls inside a thought count, too."""
+    verbosity: Literal["medium"] | None = None
     modalities: Annotated[list[Literal["text"]], TO_FIRST] | None = None
     response_format: ResponseFormat | None = None
     logprobs: Flag | None = None

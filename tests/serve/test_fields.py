@@ -119,7 +119,7 @@ SAMPLING = {
 OF_CHOICES = {"stop_sequences": followed([[one] for one in range(256)]), "n": followed(2), "logprobs": followed(1)}
 COMMON = {
     "model": refused("another"), "stream": followed(True), "user": taken("me"), "safety_identifier": taken("me"),
-    "prompt_cache_key": taken("key"), "service_tier": taken("auto", refused="flex"), "method": followed("jacobi", max_tokens=40),
+    "prompt_cache_key": taken("key"), "prompt_cache_retention": taken("24h", refused="1h"), "service_tier": taken("auto", refused="flex"), "method": followed("jacobi", max_tokens=40),
     "options": followed({"draft": "lookup", "block_size": 8}, method="jacobi", max_tokens=40), "timeout": followed(1e-6, max_tokens=64),
     "ignore_eos": taken(True),  # this model has no end tokens
     "truncate_prompt_tokens": followed(4), "priority": taken(0, refused=1),
@@ -152,8 +152,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "separate_reasoning": followed(False, **THINKS), "include_reasoning": followed(False, chat_template_kwargs={"enable_thinking": True}, messages=[{"role": "user", "content": "x"}], max_tokens=32),
         "audio": refused({"voice": "alloy", "format": "wav"}), "function_call": refused("auto"), "functions": refused([FUNCTION]),
         "moderation": refused({"model": "m"}), "prediction": refused({"type": "content", "content": "x"}),
-        "prompt_cache_options": refused({"mode": "implicit"}), "prompt_cache_retention": refused("24h"), "verbosity": refused("low"),
-        "web_search_options": refused({}),
+        "prompt_cache_options": refused({"mode": "implicit"}), "verbosity": taken("medium", refused="low"), "web_search_options": refused({}),
     },
     TEXT: {
         **SAMPLING, **OF_CHOICES, **COMMON, **ENDS, "prompt": followed("x"), "max_tokens": followed(4), "suffix": refused("x"),
@@ -167,8 +166,8 @@ TABLE: dict[str, dict[str, Row]] = {
         "include": taken(["reasoning.encrypted_content"], refused=["message.output_text.logprobs"]),
         "access_programs": refused({}), "background_options": refused({}), "context_management": refused([{"type": "compaction"}]),
         "conversation": refused("conv_1"), "image": refused({}), "max_tool_calls": refused(1), "moderation": refused({"model": "m"}),
-        "prompt": refused({"id": "p"}), "prompt_cache_options": refused({"mode": "implicit"}), "prompt_cache_retention": refused("24h"),
-        "stream_options": refused({"include_obfuscation": True}), "top_logprobs": refused(2),
+        "prompt": refused({"id": "p"}), "prompt_cache_options": refused({"mode": "implicit"}),
+        "stream_options": taken({"include_obfuscation": False}, refused={"include_obfuscation": True}, stream=True), "top_logprobs": refused(2),
     },
     MESSAGES: {},
     COUNT: {},
