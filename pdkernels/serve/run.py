@@ -7,6 +7,7 @@ import errno
 import gc
 import json
 import socket
+import sys
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -20,6 +21,10 @@ _WRITE = 10  # seconds in which an engine may write what it keeps
 _PIECE = 1 << 11  # bytes that are parsed at once
 MAX_HEAD = 1 << 16  # bytes; proxies pass large cookies and keys on
 _MAX_BEHIND = 1 << 20  # bytes that may come behind a request that is being answered
+_BACKLOG = 128
+"""Connections that asyncio accepts at once, and of which each, when no more files can be opened, costs lines of the log."""
+_SPARE = 64 + 3 * _BACKLOG
+"""Files that are left to all else; two turns of the loop pass between a connection and the close of another."""
 _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # of Linux
 _LONGEST_WAIT = 2**31 - 1  # milliseconds that it takes
 _NO_HTTP = "what was sent is no request of HTTP/1.1, or its head is too long"
@@ -42,7 +47,7 @@ def listeners(host: str, port: int) -> list[socket.socket]:
             raise OSError(sentence("serve", f"{host!r} is no address: {error.strerror}")) from None
         for family, *_, address in dict.fromkeys(asked):
             try:
-                found.append(opened.enter_context(socket.create_server(address[:2], family=family, backlog=2048)))
+                found.append(opened.enter_context(socket.create_server(address[:2], family=family, backlog=_BACKLOG)))
             except OSError as error:
                 failed = error
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # one of two families may be missing
@@ -58,14 +63,26 @@ def listeners(host: str, port: int) -> list[socket.socket]:
     return found
 
 
-def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
+def most_connections() -> int:
+    """As many as this process may have open."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # another system
+        return sys.maxsize
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if files == resource.RLIM_INFINITY else max(16, files - _SPARE)
+
+
+def fair(protocol: Any, seconds: float, unread: float = 60.0, most: int = sys.maxsize) -> Any:
     """uvicorn's protocol of a connection, in which no client makes others wait.
 
     What has come is parsed in pieces, between which others have their turn: a body in chunks of a byte takes long. No
     more is read while any of it waits to be parsed. What comes behind a request waits for its answer; more than a
     megabyte of it closes the connection. So does the head of a request that does not arrive within `seconds`, and a
-    client that takes nothing of an answer for `unread` seconds; uvicorn itself waits for ever.
+    client that takes nothing of an answer for `unread` seconds; uvicorn itself waits for ever. Of more than `most` connections the one
+    that has been without a request for longest is closed.
     """
+    connections, idle = set[Any](), dict[Any, None]()
 
     class Fair(protocol):  # type: ignore[misc]
         _late: asyncio.TimerHandle | None = None
@@ -75,6 +92,12 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
             self._data = bytearray()
             super().connection_made(transport)
             self._wait()
+            connections.add(self)
+            idle[self] = None
+            if len(connections) > most:
+                longest = next(iter(idle))
+                del idle[longest]
+                longest.transport.close()
             connection = transport.get_extra_info("socket")
             if connection is not None and _USER_TIMEOUT is not None:
                 # The kernel alone knows what a client has taken: megabytes of an answer are in its buffers.
@@ -92,10 +115,14 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
         def connection_lost(self, error: Exception | None) -> None:
             self._data.clear()
             self._stop()
+            connections.discard(self)
+            idle.pop(self, None)
             super().connection_lost(error)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
+            if self in connections:
+                idle[self] = None
             self._schedule()
 
         def send_400_response(self, msg: str) -> None:
@@ -141,6 +168,7 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0) -> Any:
 
         def _wait(self) -> None:
             if self.cycle is not None and not self.cycle.response_complete:
+                idle.pop(self, None)
                 self._stop()
             elif self._late is None:
                 self._late = self.loop.call_later(seconds, self.transport.close)
@@ -169,7 +197,8 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000) -> None:
         remedy = "Install it with `pip install uvicorn`."
         raise ImportError(sentence("serve", "a server needs uvicorn", remedy)) from missing
     bounds: Limits = app.state.limits
-    seconds, protocol = bounds.shutdown, fair(H11Protocol, bounds.body_seconds, bounds.unread_seconds)
+    seconds = bounds.shutdown
+    protocol = fair(H11Protocol, bounds.body_seconds, bounds.unread_seconds, most_connections())
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -185,7 +214,7 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000) -> None:
 
     last = int(seconds) + _READ
     times: dict[str, Any] = {"timeout_graceful_shutdown": last, "timeout_keep_alive": 30}
-    bounded: dict[str, Any] = {"h11_max_incomplete_event_size": MAX_HEAD}
+    bounded: dict[str, Any] = {"h11_max_incomplete_event_size": MAX_HEAD, "backlog": _BACKLOG}
     config = uvicorn.Config(app, http=protocol, ws="none", log_level="info", **bounded, **times)
     sockets = listeners(host, port)
     gc.collect()

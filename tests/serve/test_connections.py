@@ -6,10 +6,11 @@ import asyncio
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from pdkernels.serve.errors import FAILED  # noqa: E402
 from pdkernels.serve.run import MAX_HEAD, fair  # noqa: E402
 from tests.serve.clients import Chatting  # noqa: E402
 from tests.serve.conftest import serving  # noqa: E402
+from tests.serve.test_serve_command import start  # noqa: E402
 
 JSON = "Content-Type: application/json\r\n"
 BODY = json.dumps({"model": "tiny", "prompt": "import", "max_tokens": 2, "temperature": 0})
@@ -444,3 +446,60 @@ def test_many_thousand_prompts_are_refused_by_their_number(server: Any, prompt: 
     body = {"model": "tiny", "prompt": [prompt] * 5000, "max_tokens": 1}
     error = httpx.post(f"{address}/v1/completions", json=body).json()["error"]
     assert error["param"] == "prompt" and "a list of at most 4096 texts or lists of ids" in error["message"]
+
+
+def test_connections_without_a_request_make_room_for_others() -> None:
+    """The one that has been without a request for longest goes; those with one stay, however old they are."""
+    ending = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/long":
+            while not ending.is_set():
+                await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def ask(connection: socket.socket, path: str) -> None:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+
+    def answer(connection: socket.socket) -> bytes:
+        answered = b""
+        while not answered.endswith(b"ok") and (piece := connection.recv(4096)):
+            answered += piece
+        return answered[-2:]
+
+    with serving(app, http=fair(H11Protocol, 60.0, 60.0, 8), lifespan="off") as address, ExitStack() as stack:
+        long, used, *others = [stack.enter_context(connected(address)) for _ in range(8)]
+        ask(long, "/long")
+        for connection in (used, *others, used):
+            ask(connection, "/")
+            assert answer(connection) == b"ok"
+        more = [stack.enter_context(connected(address)) for _ in range(6)]
+        assert [connection.recv(1) for connection in others] == [b""] * 6
+        for connection in (used, *more):
+            ask(connection, "/")
+            assert answer(connection) == b"ok"
+        ending.set()
+        assert answer(long) == b"ok"
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="counts files as Linux does")
+def test_more_connections_than_files_keep_nobody_from_an_answer() -> None:
+    """And the log has no lines of them."""
+    limited = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600)); from pdkernels.cli import app; app()"
+    )
+    process, address = start(command=[sys.executable, "-c", limited, "serve"])
+    try:
+        with ExitStack() as stack:
+            for _ in range(900):
+                stack.enter_context(connected(address))
+            for _ in range(3):
+                answer = httpx.post(
+                    f"{address}/v1/completions", json=json.loads(BODY) | {"model": "tiny-code"}, timeout=60
+                )
+                assert answer.status_code == 200
+    finally:
+        process.terminate()
+        output = process.communicate(timeout=60)[0]
+    assert "Too many open files" not in output

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 from pdkernels import serve  # noqa: E402
-from pdkernels.serve.run import listeners  # noqa: E402
+from pdkernels.serve.run import listeners, most_connections  # noqa: E402
 
 
 def free_port() -> int:
@@ -34,13 +35,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+SERVE = (sys.executable, "-m", "pdkernels", "serve")
+
+
+def start(*arguments: str, command: Sequence[str] = SERVE, **environment: str) -> tuple[subprocess.Popen[str], str]:
     """The process and its address, once it answers."""
     port = free_port()
-    command = [sys.executable, "-m", "pdkernels", "serve", "--model", "tiny-code", "--port", str(port), *arguments]
     process = subprocess.Popen(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        [*command, "--model", "tiny-code", "--port", str(port), *arguments],
+        env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
     while True:
         try:
@@ -61,7 +65,7 @@ def test_a_server_has_the_limits_of_its_application(monkeypatch: pytest.MonkeyPa
     with pd.Engine(pd.models.load("tiny-code")) as engine:
         serve.run(serve.create_app(engine, "tiny", limits=limits), port=free_port())
     (seconds, config) = seen
-    assert seconds == (2.0, 5.0) and config.timeout_graceful_shutdown == 13
+    assert seconds == (2.0, 5.0, most_connections()) and config.timeout_graceful_shutdown == 13
 
 
 def test_what_is_loaded_is_not_collected_while_a_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
