@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pdkernels.generation.generation_config import FILE
 from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.models.files.folder import read_fields
 
-FILE = "generation_config.json"
 DRAWS = [name for name in names_of("draw") if SETTINGS[name].transformers]
-"""Settings that a file suggests together: one that is chosen stands for all."""
-_PENALTIES = [name for name in names_of("filter") if SETTINGS[name].kind == "number" and SETTINGS[name].transformers]
+"""Settings that a file suggests together: one that is chosen stands for all. Its filters and stops are followed in any
+case (`generation_config.py`)."""
 _DEFAULTS = {"temperature": 1.0, "top_k": 50}
 """Transformers' own, where the file has none; others change nothing."""
 _CARDS = {"smollm2-135m-instruct": {"temperature": 0.2, "top_p": 0.9}}
@@ -33,7 +33,7 @@ def settings(model: str) -> dict[str, float]:
     if fields is None or not fields.flag("do_sample", False):
         return {}
     values: dict[str, float] = {}
-    for setting in (SETTINGS[name] for name in (*DRAWS, *_PENALTIES)):
+    for setting in (SETTINGS[name] for name in DRAWS):
         name, default = setting.transformers, _DEFAULTS.get(setting.name, setting.neutral[-1])
         limit: dict[str, Any] = {"minimum" if setting.default is None else "above": 0}
         value = (fields.integer if setting.kind == "integer" else fields.number)(name, default, **limit)

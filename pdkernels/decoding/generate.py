@@ -15,6 +15,7 @@ from pdkernels.decoding.request import Overflow, check_model, finished, open_ses
 from pdkernels.decoding.session_grammars import opened
 from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.filters import Filters
+from pdkernels.generation.generation_config import completed
 from pdkernels.generation.logprobs import WrittenLogProbs
 from pdkernels.generation.noise import checked_mask_token
 from pdkernels.generation.params import SETTINGS, SamplingParams, take_params
@@ -178,7 +179,7 @@ def generate(
         (True, True)
     """
     chosen = method if isinstance(method, Method) else find(method)
-    params = take_params(_OP, params, options)
+    params = completed(_OP, take_params(_OP, params, options), model)
     prepared = prepare(model, prompt, chosen, params, options, on_tokens, trace, overflow, infill)
     session = prepared.session
     return finished(session, prepared.single, chosen.name, lambda: chosen.decode(session, **options))
@@ -206,7 +207,7 @@ def prepare(
     """Checks a request against a model and a method, whose `options` it has. Raises as `generate`."""
     check_capabilities(method, model, options)
     check_options(method, options, (*SETTINGS, *ARGUMENTS))
-    refuse_settings(method, params)
+    refuse_settings(method, params, model)
     check_model(model, method, options.get("page_size") is not None)
     check_flag(_OP, "infill", infill)
     fill_in = None

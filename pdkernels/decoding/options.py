@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 
 from pdkernels._validation import check, check_type, did_you_mean, sentence
 from pdkernels.decoding.method import Method
-from pdkernels.generation.params import ALIASES, MAX_POSITIONS, SamplingParams
+from pdkernels.generation.generation_config import FILE, asks
+from pdkernels.generation.params import ALIASES, MAX_POSITIONS, SETTINGS, SamplingParams
 
 _OP = "decoding.generate"
 
@@ -48,10 +49,11 @@ def check_options(method: Method, options: Mapping[str, Any], arguments: Iterabl
         check(page_size <= MAX_POSITIONS, _OP, "page_size", f"be at most {MAX_POSITIONS}", page_size)
 
 
-def refuse_settings(method: Method, params: SamplingParams) -> None:
+def refuse_settings(method: Method, params: SamplingParams, model: Any = None) -> None:
     """NotImplementedError for a setting that `method` does not follow."""
-    for words in method.refusals(params).values():
-        raise NotImplementedError(sentence(_OP, words))
+    for name, words in method.refusals(params).items():
+        remedy = f"If {FILE} asks for it, pass {name}={SETTINGS[name].default!r}." if asks(model, name) else ""
+        raise NotImplementedError(sentence(_OP, words, remedy))
 
 
 def suggests(op: str) -> Callable[[Function], Function]:

@@ -60,7 +60,9 @@ def load(
     attributes: dict[str, Any] = {"tokenizer": checkpoint.tokenizer, "end_tokens": checkpoint.end_tokens}
     if hasattr(checkpoint.config, "predicts"):  # a Transformer's
         attributes |= {"mask_token": checkpoint.mask_token, "plan_tokens": checkpoint.plan_tokens}
-    return assembled(checkpoint.config, shards, group, parameters, attributes)
+    model = assembled(checkpoint.config, shards, group, parameters, attributes)
+    model.generation_config = dict(checkpoint.generation_config)
+    return model
 
 
 def _known(model: Any) -> ParallelModel:

@@ -239,12 +239,14 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
     check_type(isinstance(model, kinds), OP, "model", "be a Transformer or RecurrentDepth", type(model).__name__)
     if any(isinstance(module, QuantizedWeight) for module in model.modules()):
         raise NotImplementedError(message(OP, "model", "have no packed matrices", "some", "Load it with packed=False."))
-    parallel = (ParallelTransformer, ParallelRecurrentDepth)
-    check(not isinstance(model, parallel), OP, "model", "be a whole model", "one that is parallel already")
+    is_parallel = isinstance(model, (ParallelTransformer, ParallelRecurrentDepth))
+    check(not is_parallel, OP, "model", "be a whole model", "one that is parallel already")
     group = group_of(OP, mesh)
     shards = Shards(model.config, dist.get_rank(group), dist.get_world_size(group))
     parameters = ((name, shards.take(name, parameter)) for name, parameter in model.state_dict().items())
-    return assembled(model.config, shards, group, parameters, facts_of(model))
+    parallel = assembled(model.config, shards, group, parameters, facts_of(model))
+    parallel.generation_config = dict(model.generation_config)
+    return parallel
 
 
 def facts_of(model: ParallelModel) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from pdkernels.engine.method_batch import MethodBatch, Request
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
 from pdkernels.generation.filtered_model import FilteredModel
+from pdkernels.generation.generation_config import completed
 from pdkernels.generation.grammar_rows import JoinedGrammars
 from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams, take_params
 from pdkernels.generation.prompts import Prompts
@@ -204,7 +205,7 @@ class Engine:
         """
         self._refuse_closed()
         arguments = {name: options.pop(name) for name in ARGUMENTS if name in options}
-        params = take_params(_OP, params, options)
+        params = completed(_OP, take_params(_OP, params, options), self.model)
         chosen = method if isinstance(method, Method) else find(method)
         check_capabilities(chosen, self.model, options)
         check_options(chosen, options, (*SETTINGS, *ARGUMENTS, "timeout", "provisional", "after"))

@@ -84,6 +84,15 @@ class Setting(NamedTuple):
         """
         return not any(value is neutral or value == neutral for neutral in self.neutral)
 
+    def neutralised(self, value: Any) -> Any:
+        """A value as `SamplingParams` takes it: the default for what asks for nothing, of which some forms exist only
+        elsewhere.
+
+        >>> SETTINGS["top_k"].neutralised(0), SETTINGS["top_k"].neutralised(5)
+        (None, 5)
+        """
+        return value if self.changes(value) else self.default
+
     @property
     def wire_bounds(self) -> tuple[float | None, float | None]:
         """The range of its field in a request of the server, which includes neutral numbers.
@@ -445,6 +454,11 @@ class SamplingParams:
     )
     # fmt: on
 
+    def __new__(cls, **settings: Any) -> SamplingParams:
+        params = object.__new__(cls)
+        params.__dict__["_explicit"] = frozenset(settings) - {"op"}
+        return params
+
     def __post_init__(self, op: str) -> None:
         for setting in SETTINGS.values():
             value = getattr(self, setting.name)
@@ -453,7 +467,14 @@ class SamplingParams:
 
     def replace(self, op: str = "SamplingParams", **settings: Any) -> SamplingParams:
         """A copy with other settings, which are checked, in the name of `op`."""
-        return dataclasses.replace(self, op=op, **settings)
+        kept = {name: getattr(self, name) for name in self.explicit}
+        return SamplingParams(op=op, **(kept | settings))
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Names of the settings that were passed, also of those that change nothing."""
+        names: frozenset[str] = self.__dict__["_explicit"]
+        return names
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -493,7 +514,7 @@ def tokens_of(value: Any, kind: Kind) -> Iterable[int]:
     >>> list(tokens_of(((1, 2), (3,)), "sequences")), list(tokens_of({4: 0.5}, "numbers by token")), list(tokens_of(0.5, "number"))
     ([1, 2, 3], [4], [])
     """
-    if not value or kind in ("number", "integer"):
+    if not value or kind not in ("integers", "sequences", "numbers by token", "tokens by place"):
         return ()
     if kind == "sequences":
         return (token for ids in value for token in ids)

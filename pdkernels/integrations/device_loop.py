@@ -18,6 +18,7 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.options import check_options
 from pdkernels.decoding.request import finished, open_session
 from pdkernels.decoding.steps import run
+from pdkernels.generation.generation_config import completed
 from pdkernels.generation.params import MAX_POSITIONS, SamplingParams, names_of, take_params
 from pdkernels.generation.prompts import Prompts
 from pdkernels.generation.session import Session
@@ -120,7 +121,7 @@ class DeviceLoop:
                 )
             )
         _check_model(model)
-        params = take_params(_OP, params, options)
+        params = completed(_OP, take_params(_OP, params, options), model)
         for name in params.asked:
             if name not in _FOLLOWED:
                 raise NotImplementedError(

@@ -79,13 +79,9 @@ class MethodSettings:
         if settings.get("top_p") == 0:  # OpenAI's for the likeliest token alone, which any small mass is
             settings["top_p"] = _SMALL
         greedy = not settings.get("temperature")  # the largest logit is chosen, which every filter keeps
-        off = names_of("draw") if greedy else ()
-        changes = {
-            name: value
-            for name, value in settings.items()
-            if SETTINGS[name].changes(value) and (name == "seed" or name not in off)
-        }
-        params = SamplingParams(**changes)
+        off = {*names_of("draw")} - {"seed"} if greedy else ()
+        chosen = {name: SETTINGS[name].neutralised(value) for name, value in settings.items() if name not in off}
+        params = SamplingParams(**chosen)
         refusals = method.refusals(params)
         for name in refusals.keys() & asked.keys():
             raise Refused(in_http_words(refusals[name]), 400, SETTINGS[name].wire)

@@ -28,11 +28,10 @@ FILES: dict[str, tuple[dict[str, Any], str]] = {
     "greedy": ({"do_sample": False, "temperature": 0.6}, ""),
     "others": (
         {"do_sample": True, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.05},
-        "--temperature 1 --min-p 0.1 --repetition-penalty 1.05",
+        "--temperature 1 --min-p 0.1",
     ),
 }
 PROCESSORS = {
-    "RepetitionPenaltyLogitsProcessor": ("repetition-penalty", "penalty"),
     "TemperatureLogitsWarper": ("temperature", "temperature"),
     "TopKLogitsWarper": ("top-k", "top_k"),
     "TopPLogitsWarper": ("top-p", "top_p"),
@@ -56,6 +55,8 @@ def test_a_file_suggests_what_transformers_does_with_it(name: str, tmp_path: Pat
     made = model._get_logits_processor(config, input_ids_seq_length=1)
     theirs = {}
     for processor in made:
+        if "Penalty" in type(processor).__name__:  # which is followed without being chosen
+            continue
         option, attribute = PROCESSORS[type(processor).__name__]
         theirs[option] = f"{float(getattr(processor, attribute)):g}"
     ours = dict(re.findall(r"--(\S+) (\S+)", options))

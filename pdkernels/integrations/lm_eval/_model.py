@@ -328,7 +328,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             settings.setdefault("temperature", 1.0)
         own = {name: value for name, value in self.options.items() if name in SETTINGS}
         chosen = {"seed": self.seed, **own, **settings, "max_new_tokens": limit, "stop_strings": stops}
-        return SamplingParams(op=OP, **{name: value for name, value in chosen.items() if SETTINGS[name].changes(value)})
+        return SamplingParams(op=OP, **{name: SETTINGS[name].neutralised(value) for name, value in chosen.items()})
 
 
 def _names(setting: Setting) -> list[str]:

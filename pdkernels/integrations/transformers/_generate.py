@@ -164,6 +164,7 @@ def generate(
             expectation = "a grammar needs the tokenizer of the model"
             raise ValueError(sentence(OP, expectation, "Pass method_options={'tokenizer': tokenizer}."))
         wrapped = wrap(model, tokenizer)
+        wrapped.generation_config = {}  # transformers has put it into the settings of this call
         options |= drafter_options(chosen.name, model, drafter, assistant, options)
         copies = generation_config.num_return_sequences or 1  # transformers has repeated the prompts
         result = decode(wrapped, prompts[::copies], chosen, max_new_tokens=new, end_tokens=ends, n=copies, **options)

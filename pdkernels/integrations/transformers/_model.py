@@ -164,11 +164,12 @@ class WrappedModel:
         self._structure = structure_of(model)
         self._body, self._head = body_of(shadowed), head_of(shadowed)
         self.end_tokens = _ends(model)
+        self.generation_config = _asked(model)
         self._places = {layer: place for place, layer in enumerate(config.attends)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are wrapped anew: a tree of modules has functions of ours in it, and another process must know them."""
-        copied = ("tokenizer", "mask_token", "end_tokens", "drafters")
+        copied = ("tokenizer", "mask_token", "end_tokens", "generation_config", "drafters")
         state = {name: value for name, value in vars(self).items() if name in copied}
         return _wrapped_again, (self.model, self.config.attention, self.config.predicts), state
 
@@ -334,6 +335,7 @@ class WrappedModel:
         config = self.config
         wrapped = wrap(copied, mask_token=self.mask_token, attention=config.attention, predicts=config.predicts)
         wrapped.tokenizer, wrapped.end_tokens = self.tokenizer, self.end_tokens
+        wrapped.generation_config = self.generation_config
         return wrapped
 
     def _check_structure(self) -> None:
@@ -464,6 +466,12 @@ def _ends(model: Any) -> tuple[int, ...]:
     return in_vocabulary(model, ids_of(getattr(model.generation_config, "eos_token_id", None)))
 
 
+def _asked(model: Any) -> dict[str, Any]:
+    """The fields of a model's `GenerationConfig`; some decoders have none."""
+    config = model.generation_config
+    return {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
+
+
 def _check_class(op: str, model: Any) -> None:
     is_decoder = all(hasattr(model, name) for name in ("base_model", "get_output_embeddings", "config"))
     check_type(is_decoder, op, "model", "be a decoder of transformers", type(model).__name__)
@@ -585,6 +593,7 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer | Hybrid
         _ends(model),
     )
     assert not isinstance(converted, RecurrentDepth)  # transformers has no such model
+    converted.generation_config = _asked(model)
     with undisturbed(model.device):
         prove_converted(type(model).__name__, converted, shadow(model), random_tokens(model, 1, TOKENS))
     return converted

@@ -350,6 +350,7 @@ class Hybrid(nn.Module):
         valid = mask_token is None or 0 <= mask_token < config.vocab_size
         check(valid, op, "mask_token", f"be an id {bound}", mask_token)
         self.config, self.tokenizer, self.end_tokens = config, tokenizer, tuple(end_tokens)
+        self.generation_config: dict[str, Any] = {}
         self.mask_token, self.plan_tokens = mask_token, None
         self.binding = hybrid_step.HybridBinding()
         self.embedding: Matrix = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))

@@ -33,7 +33,7 @@ def quantized(model: _Model, format: str, group: int | None, skip: str | Collect
             pairs = [(layer.adapter_in, layer.adapter_out) for layer in old.layers]
             new.attach_adapter_([(a.detach().to("meta"), b.detach().to("meta")) for a, b in pairs])
     adopt_(new, state)
-    new.cache_dtype = old.cache_dtype
+    new.cache_dtype, new.generation_config = old.cache_dtype, dict(old.generation_config)
     copy: _Model = new.requires_grad_(False).eval()
     return copy
 

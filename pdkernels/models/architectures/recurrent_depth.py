@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +88,7 @@ class RecurrentDepth(nn.Module):
                 token,
             )
         self.config, self.tokenizer, self.end_tokens = config, tokenizer, tuple(end_tokens)
+        self.generation_config: dict[str, Any] = {}
         hidden = config.hidden_size
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, hidden))
         # The first half of its columns takes the state, the second the embedding.

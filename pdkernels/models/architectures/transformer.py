@@ -108,6 +108,8 @@ class Transformer(nn.Module):
         self.config = config
         self.tokenizer = tokenizer
         self.end_tokens = tuple(end_tokens)
+        self.generation_config: dict[str, Any] = {}
+        """The fields of the checkpoint's generation_config.json, whose filters and stops `generate` follows."""
         self.mask_token = mask_token
         self.plan_tokens = checked_plan_tokens(op, plan_tokens, config.vocab_size, mask_token)
         # Matrices may be replaced by quantised ones.

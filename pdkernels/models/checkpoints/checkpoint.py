@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -32,6 +33,8 @@ class Checkpoint(NamedTuple):
     plan_tokens: PlanTokens | None = None
     weights: Weights | None = None
     """Its files, if parts of tensors can be read from them."""
+    generation_config: Mapping[str, Any] = MappingProxyType({})
+    """The fields of its generation_config.json."""
 
     def with_mask_token(self) -> Checkpoint:
         """The checkpoint with one more id, for the mask token."""

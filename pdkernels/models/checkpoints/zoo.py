@@ -213,6 +213,7 @@ def _load(
         checkpoint.mask_token,
         checkpoint.plan_tokens,
     )
+    model.generation_config = dict(checkpoint.generation_config)
     if isinstance(model, Transformer):
         model.layout = checkpoint.layout
     return model
@@ -393,7 +394,8 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
         OP,
         f"packed must not be True for {folder}, whose matrices are not quantised",
     )
-    config, layout = _described(fields, quantised=scheme is not None or in_blocks)
+    quantised = scheme is not None or in_blocks
+    config, layout = _described(fields, quantised=quantised)
     configs = (fields, language_fields(fields))  # the outer one first
     if dtype is None:
         names = ("dtype", "torch_dtype")
@@ -402,6 +404,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
         check(valid, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
         dtype = DTYPES[stored]
     generation = read_fields(folder, "generation_config.json")
+    asked = {} if generation is None else generation.values
     ends = generation.ids("eos_token_id", config.vocab_size) if generation is not None else None
     if ends is None:
         # A null there means that no token ends a text, as in transformers.
@@ -417,16 +420,16 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
     plan_tokens, plan_ends = plans or (None, ())
     ends = tuple(dict.fromkeys((*ends, *plan_ends)))
     weights = Weights(folder)
+    state: Any
     if scheme is not None:
-        # Its matrices are not read in parts.
-        matrices = QuantizedFolder.checked(layout, weights, scheme, packed)
-        return Checkpoint(config, layout, dtype, matrices.parameters, tokenizer, ends, mask_token, plan_tokens)
-    if in_blocks:
-        experts = mxfp4.Mxfp4Folder.checked(layout, weights, packed)
-        return Checkpoint(config, layout, dtype, experts.parameters, tokenizer, ends)
-    layout.stored(weights.stored)
-    state = partial(weights.parameters, layout)
-    return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, weights)
+        state = QuantizedFolder.checked(layout, weights, scheme, packed).parameters
+    elif in_blocks:
+        state = mxfp4.Mxfp4Folder.checked(layout, weights, packed).parameters
+    else:
+        layout.stored(weights.stored)
+        state = partial(weights.parameters, layout)
+    readable = None if quantised else weights  # quantised matrices are not read in parts
+    return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, readable, asked)
 
 
 def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layout]:
