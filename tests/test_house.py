@@ -376,6 +376,17 @@ def test_no_file_is_endless() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
 
 
+def test_no_dataclass_compares_tensors() -> None:
+    """Python would ask whether a tensor of several numbers is true: such a class says that its values equal only themselves."""
+    for path in (*PACKAGE.rglob("*.py"), *(ROOT / "reference").glob("*.py")):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                made = [ast.unparse(decorator) for decorator in node.decorator_list]
+                held = [ast.unparse(item.annotation) for item in node.body if isinstance(item, ast.AnnAssign)]
+                compares = any("dataclass" in text and "eq=False" not in text for text in made)
+                assert not (compares and "Tensor" in " ".join(held)), f"{relative(path)}: {node.name}"
+
+
 def test_nothing_is_left_to_do() -> None:
     mark = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
     assert [relative(path) for path in SOURCES if mark.search(path.read_text())] == []

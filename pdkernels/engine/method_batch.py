@@ -30,7 +30,7 @@ from pdkernels.generation.session import NoChoice, Session
 _PATIENCE = 32
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """What the engine knows of a request."""
 

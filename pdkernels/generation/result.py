@@ -117,9 +117,10 @@ Tokens = TypeVar("Tokens", bound=torch.Tensor | list[torch.Tensor], default=torc
 Text = TypeVar("Text", bound=str | list[str], default=str | list[str])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodeResult(Generic[Tokens, Text]):
     """New tokens, without the prompt. For one prompt it is a ``DecodeResult[Tensor, str]``, for a batch one of lists.
+    A result equals only itself, as a module of torch does; compare `tokens` or `text`.
 
     Attributes:
         tokens: int64 ``(length,)`` on the CPU, or a list of those for a batch. An end token that stopped a

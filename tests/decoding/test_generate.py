@@ -56,6 +56,13 @@ def test_result_of_a_single_prompt() -> None:
     assert len(stats.accepted) == 1 and len(stats.accepted[0]) == stats.forwards - 1
 
 
+def test_a_result_equals_itself_alone() -> None:
+    first, second = (generate(model(), [0, 1], max_new_tokens=5, logprobs=2) for _ in range(2))
+    assert first == first and first != second and len({first, second, first}) == 2
+    batch = generate(model(), [[0, 1], [2]], max_new_tokens=5)
+    assert batch in [first, batch] and batch != first
+
+
 def test_time_spent_listening_does_not_count() -> None:
     import time
 

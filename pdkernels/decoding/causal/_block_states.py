@@ -21,7 +21,7 @@ Forward = Callable[[torch.Tensor, Any, int], torch.Tensor]
 """From blocks ``(copies * batch, block)``, a cache with as many rows and the number of copies to hidden states."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Known:
     """What is known of a sequence's block."""
 

@@ -49,9 +49,9 @@ class RenoiseDraws(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RenoiseResult:
-    """Result of `renoise`.
+    """Result of `renoise`. It equals only itself.
 
     Attributes:
         sequences: int64 ``(batch, prompt + new)``; new is a multiple of the canvas, pad tokens follow an end token.
