@@ -144,6 +144,17 @@ def check_text(op: str, text: str, argument: str = "text") -> None:
         fail(op, argument, "hold only Unicode characters", f"the surrogate {text[error.start]!r}", remedy)
 
 
+def refuse_foreign(op: str, argument: str, model: Any) -> None:
+    """Raises TypeError for a model of transformers, or for one in a wrapper of PEFT or torch.compile, that is not
+    wrapped for us; neither need be installed."""
+    inner = getattr(model, "_orig_mod", model)
+    libraries = {base.__module__.partition(".")[0] for base in type(inner).__mro__}
+    if libraries & {"transformers", "peft"} and not hasattr(inner, "new_cache"):
+        remedy = "Pass pdkernels.integrations.transformers.wrap(model, tokenizer)."
+        fault = message(op, argument, "be a model of pdkernels, or wrapped", type(inner).__name__, remedy)
+        raise TypeError(fault)
+
+
 def did_you_mean(value: object, candidates: Iterable[str]) -> str:
     """A hint for a misspelt name, to put before a remedy; empty if no candidate is close.
 

@@ -26,7 +26,7 @@ from pdkernels.generation.shared_prompts import SharedPrompts
 from pdkernels.generation.stops import Stops
 from pdkernels.generation.stream import Stream
 from pdkernels.models.capabilities import capabilities
-from pdkernels.models.protocols import keeps_windows
+from pdkernels.models.protocols import check_language_model, keeps_windows
 
 if TYPE_CHECKING:
     from pdkernels.decoding.signatures import Generate
@@ -179,6 +179,7 @@ def generate(
         (True, True)
     """
     chosen = method if isinstance(method, Method) else find(method)
+    check_language_model(_OP, model)
     params = completed(_OP, take_params(_OP, params, options), model)
     prepared = prepare(model, prompt, chosen, params, options, on_tokens, trace, overflow, infill)
     session = prepared.session

@@ -23,7 +23,6 @@ from pdkernels.models.protocols import lacking, missing
 
 _OP = "decoding.generate"
 _PAGE = "See docs/own_models.md."
-_WRAP = "Pass pdkernels.integrations.transformers.wrap(model, tokenizer)."
 
 Overflow = Literal["error", "warn"]
 
@@ -32,22 +31,16 @@ def check_model(model: Any, method: Method, paged: bool) -> None:
     """Raises TypeError for a model without a member that `method` needs, NotImplementedError for windows that it does
     not follow."""
     actual = type(model).__name__
-    check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
     protocol = method.model_protocol
     if missing_member := missing(model, protocol):
         needed = f"have {missing_member} (pdkernels.models.{protocol.__name__}) for method {method.name!r}"
-        raise TypeError(message(_OP, "model", needed, f"{actual} without it", _WRAP if _is_foreign(model) else _PAGE))
+        raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
     if method.wing == "planned" and getattr(model.config, "windows", None):
         fault = f"method {method.name!r} does not follow windows, whose rows its chunks would count otherwise"
         raise NotImplementedError(sentence(_OP, fault, "Use a model without."))
     if paged and (missing_member := lacking(model, "new_cache", ("kind", "page_size"))):
         needed = f"have the argument `{missing_member}` of `new_cache` for a page_size"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", "Pass page_size=None."))
-
-
-def _is_foreign(model: Any) -> bool:
-    """Whether it is a model of transformers, or one around it of PEFT; neither need be installed."""
-    return any(base.__module__.partition(".")[0] in ("transformers", "peft") for base in type(model).__mro__)
 
 
 def open_session(

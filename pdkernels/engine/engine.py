@@ -35,7 +35,7 @@ from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams,
 from pdkernels.generation.prompts import Prompts
 from pdkernels.generation.session import Session
 from pdkernels.models.checkpoints.request_adapters import add_adapter, checked_name, new_adapter, unload_adapter
-from pdkernels.models.protocols import keeps_windows
+from pdkernels.models.protocols import LanguageModel, check_language_model, keeps_windows, missing
 from pdkernels.models.text.tokenizers import incremental
 
 _OP = "Engine.submit"
@@ -121,7 +121,9 @@ class Engine:
         prefix_dir_bytes: int = 1 << 32,
     ) -> None:
         op = "Engine"
-        check_type(hasattr(model, "config"), op, "model", "be a model", type(model).__name__)
+        check_language_model(op, model)
+        unmet, page = missing(model, LanguageModel), "See docs/own_models.md."
+        check_type(not unmet, op, "model", f"have {unmet}", f"{type(model).__name__} without it", page)
         self.model = model
         trained = getattr(model.config, "max_positions", None) or MAX_POSITIONS
         positions = min(trained, 4096)

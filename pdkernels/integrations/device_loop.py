@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdkernels._validation import check, check_fits_memory, check_type, message, sentence
+from pdkernels._validation import check, check_fits_memory, check_type, message, refuse_foreign, sentence
 from pdkernels.decoding import DecodeResult, OnTokens
 from pdkernels.decoding.generate import check_capabilities
 from pdkernels.decoding.methods import METHODS
@@ -46,6 +46,7 @@ def _check_model(model: Any) -> None:
     """Raises NotImplementedError for a model whose forwards a graph cannot repeat."""
     expectation, remedy = "be one of pdkernels.models.load or from_transformers", "Use pdkernels.decoding.generate."
     actual = f"a {type(model).__name__}"
+    refuse_foreign(_OP, "model", model)
     if not isinstance(model, (Transformer, RecurrentDepth)):
         raise NotImplementedError(message(_OP, "model", f"{expectation}, whose forward needs no host", actual, remedy))
     if hasattr(model, "ranks"):

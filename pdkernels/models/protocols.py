@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from pdkernels._validation import check_type, refuse_foreign
 from pdkernels.models.plan_tokens import PlanTokens
 
 
@@ -328,6 +329,15 @@ def missing(model: object, protocol: type) -> str:
         if keywords and (keyword := lacking(model, path[-1], keywords)):
             return f"the argument `{keyword}` of `{path[-1]}`"
     return ""
+
+
+def check_language_model(op: str, model: Any) -> None:
+    """Raises TypeError, with what to do, for what is no model, or one of transformers."""
+    is_model, actual = hasattr(model, "config"), type(model).__name__
+    remedy = "Load one with pdkernels.models.load"
+    remedy += ", or make one of a function with pdkernels.models.from_callable." if callable(model) else "."
+    check_type(is_model, op, "model", "be a model", actual, remedy)
+    refuse_foreign(op, "model", model)
 
 
 def lacking(model: Any, method: str, keywords: Sequence[str]) -> str:

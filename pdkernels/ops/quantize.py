@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._quantized_formats import BLOCK, GGUF_LAYOUTS, Layout, Quantized
-from pdkernels._validation import check, check_floats, check_type, fail, refuse
+from pdkernels._validation import check, check_floats, check_type, fail, refuse, refuse_foreign
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def quantize(
         's\\n'
     """
     if not isinstance(weight, Tensor):
+        refuse_foreign(OP, "weight", weight)
         expectation = "be a matrix, a Transformer or a wrapped model"
         check_type(hasattr(weight, "quantized"), OP, "weight", expectation, type(weight).__name__)
         return weight.quantized(format, group=group, skip=skip)

@@ -14,7 +14,7 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
-from pdkernels._validation import sentence
+from pdkernels._validation import check_type, sentence
 
 try:
     from fastapi import FastAPI, Request
@@ -104,6 +104,10 @@ def create_app(
         drafters: that requests may name in `options.drafter`: models with the same vocabulary, and heads for the model.
         allow_unload: whether whoever may send requests may also delete an adapter of the model.
 
+    Raises:
+        TypeError: no engine; a string where several are expected.
+        ValueError: an unknown method.
+
     Example:
         >>> import pdkernels as pd
         >>> from fastapi.testclient import TestClient
@@ -113,6 +117,13 @@ def create_app(
         ...     client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
         4
     """
+    op = "serve.create_app"
+    remedy = "Pass pdkernels.Engine(model)."
+    check_type(isinstance(engine, Engine), op, "engine", "be an Engine", type(engine).__name__, remedy)
+    check_type(isinstance(name, str), op, "name", "be a str", type(name).__name__)
+    for argument, value in (("origins", origins), ("hosts", hosts)):
+        check_type(not isinstance(value, (str, bytes)), op, argument, "be a list of strings", repr(value))
+    find(method)
     bounds = limits or Limits()
     settings = MethodSettings(method, options or {}, sampling or {}, drafters or {})
     front = Frontend(engine, name, method, settings, bounds.choices)

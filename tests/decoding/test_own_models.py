@@ -308,3 +308,43 @@ def test_the_page_lists_all_capabilities() -> None:
     page = (Path(__file__).resolve().parent.parent.parent / "docs/own_models.md").read_text()
     table = page.split("## Capabilities", 1)[1].split("## ", 1)[0]
     assert re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.MULTILINE) == list(CAPABILITIES.items())
+
+
+def test_a_model_of_transformers_is_refused_at_once_with_what_to_do() -> None:
+    transformers = pytest.importorskip("transformers", minversion="4.57")
+    sizes = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    raw = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1))
+    words = r"or wrapped, got Llama\w+\. Pass pdkernels\.integrations\.transformers\.wrap\("
+    target = pd.models.load("tiny-code")
+    doors: list[Any] = [
+        lambda model: generate(model, [1, 2]),
+        lambda model: generate(model, [1, 2], "llada"),
+        lambda model: next(pd.decoding.stream(model, [1, 2])),
+        pd.Engine,
+        pd.quantize,
+        lambda model: generate(target, "a", "draft_model", drafter=model),
+    ]
+    for model in (raw, raw.model, torch.compile(raw)):
+        for door in doors:
+            with pytest.raises(TypeError, match=words):
+                door(model)
+    with pytest.raises(
+        TypeError, match="pdkernels.Engine: model must have the member `tokenizer`, got SimpleNamespace"
+    ):
+        pd.Engine(SimpleNamespace(config=target.config))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("tiny-code", r"be a model, got str\. Load one with pdkernels\.models\.load\."),
+        (None, r"be a model, got NoneType\."),
+        (torch.sin, r"be a model, got .+ make one of a function with pdkernels\.models\.from_callable\."),
+        (torch.nn.Linear(2, 2), r"be a model, got Linear\."),
+    ],
+)
+def test_what_is_no_model_is_refused_at_every_door(given: Any, words: str) -> None:
+    doors: list[Any] = [pd.Engine, lambda model: generate(model, [1, 2])]
+    for door in doors:
+        with pytest.raises(TypeError, match=f"model must {words}"):
+            door(given)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_type, refuse_foreign
 from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
 from pdkernels.decoding.costs import BlockSize, checked_block_size, guess_seconds, step_costs
 from pdkernels.decoding.steps import Steps, decoder
@@ -188,6 +188,7 @@ def _following(
 def _checked(model: Any, drafter: Any) -> Any:
     if isinstance(drafter, (str, os.PathLike)):
         drafter = load(drafter if isinstance(drafter, str) else Path(drafter), device=model.device)
+    refuse_foreign(_OP, "drafter", drafter)
     missing_member = missing(drafter, CausalModel)
     check_type(
         not missing_member, _OP, "drafter", "be a causal model", f"a {type(drafter).__name__} without {missing_member}"
