@@ -32,6 +32,7 @@ from pdkernels.cli._terminal import (
     visible,
 )
 from pdkernels.decoding import SamplingParams
+from pdkernels.generation.generation_config import completed
 
 COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
 
@@ -95,7 +96,7 @@ class Chat:
             return self.params
         expectation = f"leave room for an answer in {maximum} positions"
         demand(tokens < maximum, "chat", "the chat", expectation, f"{tokens} tokens", "Start again with /reset.")
-        return self.params.replace(max_new_tokens=min(self.params.max_new_tokens, int(maximum) - tokens))
+        return self.params.shortened(int(maximum) - tokens)
 
 
 @takes_settings(ONE_TEXT)
@@ -159,9 +160,9 @@ def chat(
             for name, value in suggestion.items()
             if name not in chosen and not method_entry.refusal(name, value)
         }
-        params = params.replace("chat", **suggestion)
+        params = completed("chat", params.replace("chat", **suggestion), language_model)
         first = [{"role": "user", "content": "Hi"}]
-        decoding.generate(language_model, first, method_entry, params=params, max_new_tokens=3, **options)
+        decoding.generate(language_model, first, method_entry, params=params.shortened(3), **options)
         if suggestion:
             note = f"Sampling as the model's authors suggest: {as_flags(suggestion)}. --temperature 0 decodes greedily."
             console.print(Text(note, "dim"), soft_wrap=True)

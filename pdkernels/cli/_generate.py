@@ -185,7 +185,7 @@ def _run(
     chosen = decoding.find(method)
     # A few hidden tokens after a short prompt, so that no method pays for the start of the process. A grammar may need
     # more of them.
-    hidden = params.replace(max_new_tokens=min(4, params.max_new_tokens), grammar=None)
+    hidden = params.replace(grammar=None).shortened(4)
     decoding.generate(model, prompt[:100], chosen, params=hidden, **options)
     console.heading(Rule(Text(method, "bold"), align="left", style="dim"))
     console.heading(Text(visible(prompt), PROMPT), end="", soft_wrap=True)

@@ -148,7 +148,8 @@ def serve(
         with engine:
             # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first
             # request.
-            engine.submit([0], decoding.find(method), max_new_tokens=_canvas(method, engine), **options).result()
+            few = {"max_new_tokens": _canvas(method, engine), "min_new_tokens": 0}
+            engine.submit([0], decoding.find(method), **(options | few)).result()
             for kind, one in heads:
                 engine.submit([0], decoding.find(kind), max_new_tokens=1, drafter=one).result()
             key = os.environ.get(KEY) or None

@@ -61,6 +61,8 @@ def open_session(
     actual = type(on_tokens).__name__
     check_type(on_tokens is None or callable(on_tokens), _OP, "on_tokens", "be a function", actual)
     max_new_tokens, copies = params.max_new_tokens, params.n
+    within = f"be at most max_new_tokens ({max_new_tokens})"
+    check(params.min_new_tokens <= max_new_tokens, _OP, "min_new_tokens", within, params.min_new_tokens)
     vocabulary = model.config.vocab_size
     ends = tuple(model.end_tokens if params.end_tokens is None else params.end_tokens)
     for token in ends:

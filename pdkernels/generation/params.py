@@ -470,6 +470,16 @@ class SamplingParams:
         kept = {name: getattr(self, name) for name in self.explicit}
         return SamplingParams(op=op, **(kept | settings))
 
+    def shortened(self, most: int) -> SamplingParams:
+        """A copy with at most `most` new tokens, and a minimum that fits into them.
+
+        >>> SamplingParams(max_new_tokens=9, min_new_tokens=5).shortened(3).asked
+        {'min_new_tokens': 3, 'max_new_tokens': 3}
+        """
+        most = min(self.max_new_tokens, most)
+        least: dict[str, Any] = {"min_new_tokens": most} if self.min_new_tokens > most else {}
+        return self.replace(max_new_tokens=most, **least)
+
     @property
     def explicit(self) -> frozenset[str]:
         """Names of the settings that were passed, also of those that change nothing."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 from pdkernels._validation import refuse
 from pdkernels.decoding import Grammar, find, sequence_seed
 from pdkernels.engine import Engine, Generation
+from pdkernels.generation.generation_config import completed
 from pdkernels.generation.params import SamplingParams
 from pdkernels.generation.prompts import token_lists
 from pdkernels.serve.answers import Answer
@@ -180,7 +181,7 @@ class Frontend:
         kind, prompts, most, _, reading, echo = draft
         method = find(body.method or self.method)
         params, options = self.settings.of_request(body, method)
-        count, seed, stops = params.n, cast(int, params.seed), params.stop_strings
+        count, seed = params.n, cast(int, params.seed)
         self._check_choices(count * len(prompts))
         if body.provisional and not body.stream:
             raise Refused("provisional text comes in a stream", 400, "provisional")
@@ -213,6 +214,8 @@ class Frontend:
                     own_params = params.replace(
                         max_new_tokens=limit, seed=sequence_seed(seed, place) if place else seed
                     )
+                    own_params = completed("Engine.submit", own_params, self.engine.model)
+                    stops = own_params.stop_strings
                     if reading is None:
                         handle = run(ids, params=own_params, timeout=body.timeout)
                         choices.append(Choice(handle, tokenizer, stops, before=text if echo else ""))
@@ -276,7 +279,7 @@ class Frontend:
             return Choice(
                 run([*ids, *closing], params=params, timeout=body.timeout), tokenizer, stops, **reading_options
             )
-        first_params = params.replace(max_new_tokens=min(limit, budget + opening))
+        first_params = params.shortened(budget + opening)
         reading_options |= {"closing": form.closing + form.answer, "go_on": go_on if limit > budget + opening else None}
         first = run(ids, params=first_params, timeout=body.timeout)
         first.keeps_adapter = reading_options["go_on"] is not None

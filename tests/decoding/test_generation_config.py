@@ -178,6 +178,10 @@ def test_the_server_follows_it_unless_a_request_says_otherwise() -> None:
         for more, text in (({}, penalised), ({"repetition_penalty": 1.0}, plain), ({"repetition_penalty": 1}, plain)):
             answer = client.post("/v1/completions", json=body | more).json()
             assert answer["choices"][0]["text"] == text, more
+        model.generation_config = {"stop_strings": plain[4:7], "min_new_tokens": 99}
+        assert (
+            client.post("/v1/completions", json=body).json()["choices"][0]["text"] == plain[: plain.index(plain[4:7])]
+        )
         model.generation_config = {"num_beams": 4}
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 400 and "num_beams must be off, got 4" in answer.json()["error"]["message"]

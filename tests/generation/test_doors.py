@@ -282,3 +282,22 @@ def test_method_options_hold_no_setting_of_transformers(name: str, theirs: Any) 
     with pytest.raises((TypeError, ValueError), match=f"not hold '{name}'.*Pass .*{field} to the model's generate"):
         options = {name: EXAMPLES[name]}
         theirs.generate(torch.tensor([[1, 2]]), custom_generate=custom, max_new_tokens=2, method_options=options)
+
+
+@pytest.mark.parametrize("door", [door for door in DOORS if door not in ("transformers", "lm_eval")])
+def test_a_minimum_above_the_maximum_is_refused(door: str, through: Any) -> None:
+    """As vLLM does it; transformers warns, and all tokens are without end tokens."""
+    wire = door in ("chat", "completions")
+    words = "min_tokens must be at most max_tokens" if wire else "min_new_tokens must be at most max_new_tokens"
+    with pytest.raises(ValueError, match=rf"{words} \(4\), got 5"):
+        through(door, {"min_new_tokens": 5, "max_new_tokens": 4})
+    through(door, {"min_new_tokens": 4, "max_new_tokens": 4})
+
+
+def test_a_minimum_above_the_maximum_through_transformers(theirs: Any) -> None:
+    from pdkernels.integrations.transformers import generate as custom
+
+    ids, ends = torch.tensor([list(PROMPT.encode())]), list(range(40, 240))
+    asked = {"min_new_tokens": 9, "max_new_tokens": 4, "eos_token_id": ends, "do_sample": False}
+    with pytest.warns(UserWarning, match="Unfeasible length constraints"):
+        assert torch.equal(theirs.generate(ids, custom_generate=custom, **asked), theirs.generate(ids, **asked))

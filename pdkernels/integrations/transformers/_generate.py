@@ -159,6 +159,8 @@ def generate(
         ends = in_vocabulary(model, stated)
         length = input_ids.shape[1]
         new = generation_config.max_length - length
+        if "min_new_tokens" in options:  # transformers warns of more than there will be, and has the same tokens
+            options["min_new_tokens"] = min(options["min_new_tokens"], new)
         tokenizer = options.pop("tokenizer", None)
         if tokenizer is None and options.get("grammar") is not None:
             expectation = "a grammar needs the tokenizer of the model"
