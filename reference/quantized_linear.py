@@ -204,7 +204,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     finite = largest < float("inf")
     counted = finite & (largest >= 2.0**-100)
     most = torch.full_like(largest, 127)  # of a tensor: `127 / largest` would round a reciprocal first
-    scales = torch.where(counted, largest / most, torch.where(finite, 0.0, float("nan")))
+    other = torch.zeros_like(largest).masked_fill(~finite, torch.nan)
+    scales = torch.where(counted, largest / most, other)
     inverse = torch.where(counted, most / largest, 0.0)
     codes = torch.where(counted[..., None], (wide * inverse[..., None]).round(), 0.0)
     return codes.int(), scales
@@ -228,7 +229,7 @@ def _part(codes: Tensor, x_scales: Tensor, layout: Layout, data: Tensor, outputs
     matrix = unpack(layout, data, outputs, width)
     scale, minimum, multiples = scales_of(layout, matrix)
     zero = zeros_of(layout, matrix)
-    total = torch.zeros(len(codes), outputs, device=codes.device)
+    total = torch.zeros(len(codes), outputs, dtype=torch.float32, device=codes.device)
     for b in range(codes.shape[1]):
         own = matrix.codes[:, b * BLOCK : (b + 1) * BLOCK].double()
         own = own - (zero if isinstance(zero, int) else zero[:, b, None])

@@ -274,10 +274,12 @@ def recurrence_advance_(
             new = [inputs[0], *guesses[:w]]
             guessed = [0] * min(headway - 1, capacity) if filler is None else filler[b].tolist()
             row = new[n:] + guessed[: max(wave - 1 - (w - n), 0)]
-            tokens[b, : len(row)] = torch.tensor(row).to(tokens.dtype)  # truncated to its bits, as in the kernels
+            tokens[b, : len(row)] = torch.tensor(row, device=tokens.device).to(
+                tokens.dtype
+            )  # truncated to its bits, as in the kernels
             kept = min(w - n, wave)
             counts = counts[n : n + kept] + [0] * (capacity - kept)
             unchanged = unchanged[n : n + kept] + [0] * (capacity - kept)
         width[b] = wave
-        recurrences[b] = torch.tensor(counts, dtype=recurrences.dtype)
-        unchanged_steps[b] = torch.tensor(unchanged, dtype=unchanged_steps.dtype)
+        recurrences[b] = torch.tensor(counts, dtype=recurrences.dtype, device=recurrences.device)
+        unchanged_steps[b] = torch.tensor(unchanged, dtype=unchanged_steps.dtype, device=unchanged_steps.device)

@@ -40,7 +40,7 @@ def uniforms(seed: int | Tensor, step: int | Tensor, rows: Tensor, columns: Tens
     >>> uniforms(0, 0, torch.tensor(0), torch.arange(2)).tolist() == [(w + 0.5) / 2**32 for w in (0x6627E8D5, 0xE169C58D)]
     True
     """
-    return (random_words(seed, torch.as_tensor(step), rows, columns).double() + 0.5) / 2**32
+    return (random_words(seed, torch.as_tensor(step, device=columns.device), rows, columns).double() + 0.5) / 2**32
 
 
 def draw(logits: Tensor, positions: Sequence[int], temperature: float, seed: int, step: int) -> list[int]:

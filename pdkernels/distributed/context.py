@@ -57,7 +57,9 @@ class ContextSlices:
 
     def index(self, rank: int) -> Tensor:
         """The row numbers of a rank, int64."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self.rows[rank]] or [torch.arange(0)])
+        return torch.tensor(
+            [row for start, stop in self.rows[rank] for row in range(start, stop)], dtype=torch.int64, device="cpu"
+        )
 
     def take(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's rows of `x`, which has all rows in dimension `dim`."""

@@ -79,7 +79,7 @@ def new_dflash_head(
             if weight is not None and not (config.whole_qk_norm and name in config.qk_norm_sizes):
                 getattr(layer, name).copy_(weight)
     head.fc *= 0.05
-    head.fc[:, -width:] += torch.eye(width)
+    head.fc[:, -width:] += torch.eye(width, dtype=head.fc.dtype, device=head.fc.device)
     head.hidden_norm.copy_(head.layers[0].attention_norm)  # the context goes into K and V as it is
     head.norm.copy_(model.norm)
     if vocabulary is not None:

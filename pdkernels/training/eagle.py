@@ -89,7 +89,7 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     if last.attention_norm is not None:
         first.hidden_norm.copy_(last.attention_norm)
     head.fc *= 0.05
-    head.fc[:, -width:] += torch.eye(width)
+    head.fc[:, -width:] += torch.eye(width, dtype=head.fc.dtype, device=head.fc.device)
     head.norm.copy_(model.norm)
     rows: Any = model.embedding if model.head is None else model.head
     head.head.copy_(rows[vocabulary])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -51,3 +54,29 @@ def test_the_kernel_is_the_reference(op: str) -> None:
 def test_names_are_those_of_the_public_function(op: str) -> None:
     parameters = inspect.signature(getattr(pd, op)).parameters
     assert set(OPS[op].mutated) | set(example(op)) <= set(parameters)
+
+
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_no_default_changes_a_result(op: str, default: torch.device | torch.dtype) -> None:
+    """`torch.set_default_device`, also of a device without numbers, and `torch.set_default_dtype`."""
+
+    def results(arguments: dict[str, Any], options: dict[str, str]) -> list[Tensor]:
+        return [*tensors_in(run(op, arguments, **options)), *flat(arguments[name] for name in OPS[op].mutated)]
+
+    def flat(written: Iterable[Any]) -> list[Tensor]:
+        return [x for item in written for x in (item if isinstance(item, list) else [item])]
+
+    before = torch.get_default_dtype()
+    for options in ({}, {"backend": "reference"}):
+        wanted, arguments = results(example(op), options), example(op)
+        try:
+            if isinstance(default, torch.dtype):
+                torch.set_default_dtype(default)
+            with default if isinstance(default, torch.device) else nullcontext():
+                there = results(arguments, options)
+        finally:
+            torch.set_default_dtype(before)
+        for a, b in zip(there, wanted, strict=True):
+            assert a.device == b.device and a.dtype == b.dtype
+            assert torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
