@@ -20,6 +20,7 @@ import torch
 from pdkernels._threads import Worker, tell_forks
 from pdkernels._validation import check, check_flag, check_type, integer, message, refuse, sentence
 from pdkernels.decoding import Method, OnTokens, available, find
+from pdkernels.decoding.canvas.states import MOST_STATES
 from pdkernels.decoding.generate import ARGUMENTS, check_capabilities, prepare
 from pdkernels.decoding.options import check_options, suggests
 from pdkernels.decoding.steps import Staging
@@ -390,7 +391,7 @@ class Engine:
             fault = f"method {method.name!r} does not follow a grammar in a running batch: what it fills at once must fit together"
             raise NotImplementedError(sentence(_OP, fault, "Call pdkernels.decoding.generate."))
         states = options.get("speculate", 0)
-        if isinstance(states, int) and states > 0:
+        if type(states) is int and 0 < states <= MOST_STATES:  # of others the method says what is wrong
             self._memory.check_states(1 + states, self.max_running * (self.max_prompt_tokens + self.max_new_tokens))
         steps = Staging(method.steps, session, **options).steps
         unsupported = steps.lacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy
@@ -167,3 +168,13 @@ def test_a_hundred_thousand_biases() -> None:
         handle = engine.submit([3, 1, 4], max_new_tokens=3, end_tokens=(), logit_bias=bias)
         plain = engine.submit([3, 1, 4], max_new_tokens=3, end_tokens=())
         assert handle.result(60).tokens.tolist() == text[3:] != plain.result(60).tokens.tolist()
+
+
+@pytest.mark.parametrize("speculate", [2**64, 65, -1, True, "3"])
+def test_states_out_of_range_are_refused_in_the_words_of_generate(speculate: Any) -> None:
+    model = pd.models.load("tiny-masked")
+    asked: dict[str, Any] = {"max_new_tokens": 4, "speculate": speculate}
+    with pytest.raises(ValueError, match="speculate must be an int from 0 to 64, got") as expected:
+        pd.decoding.generate(model, "1+2=", "llada", **asked)
+    with pd.Engine(model) as engine, pytest.raises(ValueError, match=re.escape(str(expected.value))):
+        engine.submit("1+2=", "llada", **asked)

@@ -8,15 +8,15 @@ from itertools import combinations
 
 from pdkernels._validation import check
 
-_MOST_STATES = 64
+MOST_STATES = 64
 _SKIP = 1.5  # a group that is left out costs as much as so many steps
 _MOST = 7  # groups of a set
 
 
 def checked_states(op: str, speculate: int) -> int:
     """The number of further states that a method may be asked for."""
-    valid = type(speculate) is int and 0 <= speculate <= _MOST_STATES
-    check(valid, op, "speculate", f"be an int from 0 to {_MOST_STATES}", speculate)
+    valid = type(speculate) is int and 0 <= speculate <= MOST_STATES
+    check(valid, op, "speculate", f"be an int from 0 to {MOST_STATES}", speculate)
     return speculate
 
 
