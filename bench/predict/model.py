@@ -1,11 +1,11 @@
-"""Predicts the times of the kernels on a GPU from their machine code and their plans. Nothing here is measured.
+"""Predicts the times of kernels on a GPU from their machine code and their plans.
 
-    python -m bench.predict --device h200        the table of docs/gpu_proof.md
+    python -m bench.predict --device h200        the tables of docs/gpu_proof.md
 
 A step of a loop takes the cycles of its tensor products plus the issue slots of its warps if the loop waits for the products before
 it continues, otherwise the larger of the two. To that are added the cost of every such wait, and the latency of loads that are waited
 for immediately. The step takes at least the time in which L2 delivers its loads. Programs are then assigned to the SMs in launch order.
-The time of a small kernel is that of a launch, of its bytes, and of each dependent memory access.
+The time of a small kernel is that of a launch, of its bytes, of each dependent memory access, and of what a warp issues alone.
 """
 
 from __future__ import annotations
@@ -14,50 +14,9 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from pdkernels import masks
+from bench.predict.device import Device
 from pdkernels.masks.tile_plan import TilePlan
-from tests.harness.budgets import find_nvcc
-
-
-class Device(NamedTuple):
-    """Of a GPU, where clocks are those of a long run."""
-
-    name: str
-    sms: int
-    clock: float
-    """Cycles a second."""
-    memory: float
-    """Bytes a second, read and written."""
-    l2: float
-    """Bytes a cycle that an SM gets from L2 while all of them ask."""
-    launch: float = 2.5e-6
-    """Seconds of a kernel that does next to nothing."""
-    drain: int = 200
-    """Cycles from the last product of a step until its warps go on, filling the pipe again included."""
-    exposed: int = 750
-    """Cycles of loads that are waited for as soon as they are issued: 500 to 1000."""
-    program: int = 1500
-    """Cycles of a program outside its loops."""
-    latency: float = 0.6e-6
-    """Seconds of an access to memory that waits for another, with the instructions around it."""
-    alone: float = 2.0
-    """Cycles that a warp takes for an instruction where no other one fills its waits."""
-    near: int = 40
-    """Cycles of an access to what is in the first-level cache."""
-
-
-DEVICES = {"h200": Device("H200", 132, 1.7e9, 4.3e12, 28.0), "h100": Device("H100", 132, 1.7e9, 3.0e12, 28.0)}
-
-
-class Row(NamedTuple):
-    """A line of the table; times in seconds."""
-
-    work: str
-    floor: float
-    goal: float
-    predicted: float
-    balance: float | None = None
-    """Makespan of the programs over their mean, of the worst kernel."""
+from pdkernels.triton.linear import Tiling
 
 
 def step_cycles(device: Device, loop: dict[str, int], warps: int) -> float:
@@ -149,12 +108,12 @@ class Attention:
 
 
 def speculative(
-    device: Device, figures: dict[str, Any], new: int, prefix: int, heads: tuple[int, int]
+    device: Device, figures: dict[str, Any], new: int, prefix: int, heads: tuple[int, int], layout: str = "contiguous"
 ) -> tuple[float, float]:
     """Seconds of `new` rows over a cached prefix, and makespan over mean of the splits."""
     from pdkernels.triton.speculative_attention import _TABLE, SHORTEST_SPLIT, SPLIT_STEP, choose_splits
 
-    blocking, kernel = _TABLE["many", "sm_90"][128], figures["speculative contiguous"]
+    blocking, kernel = _TABLE["many", "sm_90"][128], figures[f"speculative {layout}"]
     row_tiles = -(-new * heads[0] // heads[1] // blocking.block_m)
     splits = choose_splits(prefix, heads[1] * row_tiles)
     keys = max(-(-prefix // splits // SPLIT_STEP.value) * SPLIT_STEP.value, SHORTEST_SPLIT.value)
@@ -170,11 +129,22 @@ def speculative(
     return longest / device.clock + device.launch + merge, longest / mean
 
 
-def statistics(device: Device, slots: float, rows: int, width: int) -> float:
-    """Seconds of vocabulary statistics of 16-bit logits: `slots` a warp issues for 2048 of them, then a block joins each row."""
-    warps = rows * -(-width // 2048)
-    issue = warps * slots / (4 * device.sms * device.clock)
-    return max(issue, rows * width * 2 / device.memory) + 2 * device.launch + 2 * device.latency
+class Statistics(NamedTuple):
+    """The kernels of vocabulary statistics: a warp for each region of 2048 logits, then a block for each row."""
+
+    region: float
+    """Instructions that a warp issues for a region."""
+    row: float
+    """Instructions that a warp issues for a row, one after the other."""
+    waits: int
+    """Accesses of both kernels that wait for each other."""
+
+
+def statistics(device: Device, work: Statistics, rows: int, width: int) -> float:
+    """Seconds for 16-bit logits. A warp computes when all its loads have arrived, so reading and issuing add up."""
+    issue = rows * -(-width // 2048) * work.region / (4 * device.sms)
+    cycles = issue + work.row * device.alone
+    return cycles / device.clock + rows * width * 2 / device.memory + 2 * device.launch + work.waits * device.latency
 
 
 def head(device: Device, figures: dict[str, Any], rows: int, width: int, depth: int) -> tuple[float, float]:
@@ -195,23 +165,22 @@ def head(device: Device, figures: dict[str, Any], rows: int, width: int, depth: 
     return seconds + 2 * device.launch, longest / mean
 
 
-def product(device: Device, figures: dict[str, Any], rows: int, outputs: int, width: int) -> float:
-    """Seconds of `linear` in bf16: what L2 delivers to the SM with most programs, what its warps issue, or reading the weights."""
+def product(device: Device, rows: int, outputs: int, width: int, tiling: Tiling | None = None) -> float:
+    """Seconds of `linear` in bf16: what L2 delivers to the SM with most programs, or reading the weights."""
     from pdkernels.triton.linear import choose_abreast, choose_few
 
-    tiling = choose_abreast(rows, outputs) if rows > 16 else choose_few(outputs)
-    kernel = figures[f"product, {tiling.rows} rows"]
+    tiling = tiling or (choose_abreast(rows, outputs) if rows > 16 else choose_few(outputs))
     programs = -(-rows // tiling.rows) * -(-outputs // tiling.outputs)
-    step = step_cycles(device, kernel["steady"], kernel["warps"])
-    cycles = -(-programs // device.sms) * width / tiling.depth * step
-    return max(cycles / device.clock, (outputs + rows) * width * 2 / device.memory) + device.launch
+    delivered = -(-programs // device.sms) * width * (tiling.rows + tiling.outputs) * 2
+    return max(delivered / device.l2 / device.clock, (outputs + rows) * width * 2 / device.memory) + device.launch
 
 
 def packed(device: Device, figures: dict[str, Any], name: str, rows: int, outputs: int, width: int) -> float:
     """Seconds of a product with a packed matrix: what its warps issue, what a warp issues one after the other, or reading the codes."""
     from pdkernels.triton.quantized_linear import _TABLE, BLOCK
 
-    tiling, kernel = next(one for one in _TABLE if rows <= one.rows), figures[f"packed {name}, {rows} rows"]
+    tiling, compiled = next((tiling, size) for tiling, size in zip(_TABLE, (8, 16, 64)) if rows <= tiling.rows)
+    kernel = figures[f"packed {name}, {compiled} rows"]
     programs = -(-outputs // tiling.outputs) * -(-rows // tiling.rows)
     slots = width / (2 * BLOCK.value * tiling.pairs) * kernel["steady"]["slots"] + kernel["code"]
     issue = programs * slots * kernel["warps"] / (4 * device.sms)
@@ -278,148 +247,3 @@ def cut(device: Device, slots: Sequence[int], rows: int, width: int) -> float:
     turns = -(-rows // device.sms) * width / 256
     passes = (max(turns * each / (4 * device.clock), rows * width * 2 / device.memory) for each in slots)
     return sum(passes) + device.launch + 4 * device.latency
-
-
-def region_slots() -> float | None:
-    """What a warp issues for a region of 2048 bf16 logits; None without nvcc."""
-    from tests.harness.sass import cheapest_way
-
-    return (
-        None
-        if find_nvcc() is None
-        else cheapest_way(statistics_kernel("token_region_kernel", "Lb1ELb0E"), "MUFU.EX2", 64)
-    )
-
-
-def cut_slots() -> list[int] | None:
-    """What a warp issues for 256 bf16 logits in each pass of the cut: the largest, masses into bins, what is left. None without nvcc."""
-    from tests.harness.sass import cheapest_way, outer_loops
-
-    if find_nvcc() is None:
-        return None
-    loops = outer_loops(statistics_kernel("token_cut_kernel", "Li8E"), "LDG")
-    # Loops of top-k lie between the first pass and that of the masses, which needs exponentials.
-    second = next(i for i, loop in enumerate(loops) if any(x.name.startswith("MUFU.EX2") for x in loop))
-    passes = (loops[0], *loops[second : second + 2])
-    return [cheapest_way(loop, *(("MUFU.EX2", 8) if number == 1 else ("LDG", 1))) for number, loop in enumerate(passes)]
-
-
-def statistics_kernel(name: str, variant: str) -> Any:
-    """The machine code of a kernel of vocabulary statistics for bf16."""
-    from setup import CUDA_ARCHS
-    from tests.harness.budgets import INCLUDE_DIRS, KERNEL_FOLDER, compile_kernels
-    from tests.harness.sass import disassemble
-
-    code = compile_kernels(KERNEL_FOLDER / "token_statistics.cu", INCLUDE_DIRS, CUDA_ARCHS)
-    found = disassemble(code, "sm_90a")
-    (kernel,) = (body for mangled, body in found.items() if f"{name}I13__nv_bfloat16{variant}" in mangled)
-    return kernel
-
-
-def rows(device: Device, figures: dict[str, Any], slots: float | None, cuts: Sequence[int] | None = None) -> list[Row]:
-    """The table."""
-    us = 1e-6
-    noisy = Attention(device, figures, masks.noise_aware_causal(512, 32, 64, layout="streams").plan(128, 128), (28, 4))
-    dual = Attention(device, figures, masks.dual_stream(4096, 32).plan(128, 128), (32, 8))
-    found = [
-        Row("block-sparse forward, noise-aware 4608", 117 * us, 195 * us, *noisy.forward()),
-        Row("its backward", 292 * us, 580 * us, *noisy.backward()),
-        Row("dual stream 8192, forward", 349 * us, 520 * us, *dual.forward()),
-        Row("its backward", 873 * us, 1700 * us, *dual.backward()),
-        Row("quadratic width 8, prefix 16k", 27.5 * us, 42 * us, *speculative(device, figures, 81, 16384, (32, 8))),
-    ]
-    if slots is not None:
-        found.append(
-            Row("token statistics 256 x 126,464", 15.1 * us, 17.5 * us, statistics(device, slots, 256, 126464))
-        )
-    if cuts is not None:
-        found.append(Row("top-p cut 256 x 126,464", 15.1 * us, 40 * us, cut(device, cuts, 256, 126464)))
-    found += [
-        Row(f"LM head, {count} rows", floor * us, goal * us, *head(device, figures, count, 126464, 4096))
-        for count, floor, goal in ((256, 336, 370), (64, 241, 245))
-    ]
-    for count in (1, 16, 64):
-        floor = (28672 + count) * 4096 * 2 / device.memory
-        seconds = product(device, figures, count, 28672, 4096)
-        found.append(Row(f"linear, 28,672 x 4,096, {count} row{'s' * (count > 1)}", floor, 1.1 * floor, seconds))
-    for name, label in (("half 4", "Q4_0"), ("super 4", "Q4_K")):
-        for count in (8, 64):
-            floor = packed_bytes(name, 28672, 4096) / device.memory
-            seconds = packed(device, figures, name, count, 28672, 4096)
-            found.append(
-                Row(f"packed product {label}, 28,672 x 4,096, {count} rows, Triton", floor, 1.5 * floor, seconds)
-            )
-    # Heads, keys, values; tiles have 32 columns. A state is read and written once.
-    for name, label, heads, keys, values in (("delta", "gated delta", 32, 128, 128), ("mamba", "Mamba 2", 48, 128, 64)):
-        for batch, count in ((1, 1), (1, 8), (16, 8)):
-            moved = 2 * batch * heads * keys * values * 4
-            seconds = scan(device, figures[f"state {name}"], batch * heads * values // 32, count, moved)
-            floor = moved / device.memory
-            goal = 1.5 * floor + 2 * device.launch
-            found.append(Row(f"{label} step, batch {batch}, {count} accepted and {count} new", floor, goal, seconds))
-    wave, accepted, prompt = 512 * 5280 * 2, 8 * 147456, 16384
-    # 32 heads and 8 of K and of V: q and k are written back, k and v stored.
-    turned = Shared(prompt, prompt * 256 * (48 + 40 + 16), 2 * 192, 256, 3, prompt, 2)
-    # Fresh and cached values are read, and the fresh ones stored; pages of 16.
-    stale = Shared(prompt, prompt * 2048 * 3, 1024, 128, 8, prompt // 16, 1)
-    return [
-        *found,
-        Row("rotation and append, 16,384 rows in slots", 101 * us, 130 * us, shared(device, turned)),
-        Row(
-            "choice of stale rows among 16,384", 23.4 * us, 50 * us, shared(device, stale) + choice(device, prompt, 512)
-        ),
-        # Exit: sums, then two more looks at the row. Inject waits for numbers that say where a row comes from.
-        Row("recurrence exit and inject, 512 rows", 6.3 * us, 9 * us, small(device, 2, 6 * wave, 3)),
-        # Lengths, indices and pages before the rows, and the lengths again in the second launch.
-        Row("KV commit, 8 rows of 36 layers", 0.5 * us, 5 * us, small(device, 2, 2 * accepted, 4)),
-    ]
-
-
-def controls(device: Device, figures: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """(what, predicted TFLOP/s of its loop on full tiles, what was published)."""
-
-    def rate(loop: dict[str, int], warps: int) -> float:
-        flops = loop["tensor"] * warps / 4 * 4096
-        return flops / step_cycles(device, loop, warps) * device.clock * device.sms / 1e12
-
-    flex = figures["flex"]
-    # As FlashAttention 4's forward for Hopper was found compiled: products of one group of 64 rows run while the other one's softmax
-    # does, 455 instructions a warp for 128 keys, and each group waits for both of its products.
-    flash = {"slots": 455, "tensor": 1024, "mufu": 512, "wait": 1, "drains": 0, "loaded": 0}
-    tensor, issue = flash["tensor"] * 2, flash["slots"] * 2
-    overlapped = 2 * tensor / (max(tensor, issue) + 2 * device.drain) * 2048 * device.clock * device.sms / 1e12
-    return [
-        ("FlexAttention's template, no mask", rate(flex["steady"], flex["warps"]), "408 to 496"),
-        ("FlashAttention 4's loop for Hopper", overlapped, "560 to 740 (FlashAttention 3)"),
-    ]
-
-
-def markdown(device: Device, figures: dict[str, Any], slots: float | None, cuts: Sequence[int] | None = None) -> str:
-    """Loops, rows and controls, for docs/gpu_proof.md."""
-
-    def time(seconds: float) -> str:
-        micro = seconds * 1e6
-        return f"{micro / 1000:.2f} ms" if micro >= 1000 else f"{micro:.0f} µs" if micro >= 20 else f"{micro:.1f} µs"
-
-    lines = [
-        "| work | floor | goal | predicted now | over its goal | makespan / mean |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows(device, figures, slots, cuts):
-        over = f"{(row.predicted / row.goal - 1) * 100:+.0f} %"
-        balance = "" if row.balance is None else f" {row.balance:.2f}"
-        lines.append(
-            f"| {row.work} | {time(row.floor)} | {time(row.goal)} | {time(row.predicted)} | {over} |{balance} |"
-        )
-    lines += ["", "| control | predicted TFLOP/s | published |", "|---|---:|---|"]
-    lines += [f"| {what} | {rate:.0f} | {known} |" for what, rate, known in controls(device, figures)]
-    lines += ["", "| loop | slots a warp | tensor cycles | MUFU cycles | loads under way | spills | cycles a step |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
-    for name, kernel in figures.items():
-        loop, cycles = kernel["steady"], step_cycles(device, kernel["steady"], kernel["warps"])
-        wait = "" if loop["wait"] == 99 else f" {loop['wait']}"
-        tensor = loop["tensor"] * kernel["warps"] // 4
-        lines.append(
-            f"| {name} | {loop['slots']} | {tensor} | {loop['mufu'] * kernel['warps'] // 4} |{wait} | {loop['spills']} | {cycles:.0f} |"
-        )
-    return "\n".join(lines)

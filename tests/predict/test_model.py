@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.predict import __main__ as command
-from bench.predict import model
-from bench.predict.model import DEVICES, Attention, makespan, step_cycles
+from bench.predict import model, statistics_figures, tables
+from bench.predict.device import DEVICES, limits
+from bench.predict.gluon import snake
+from bench.predict.model import Attention, makespan, step_cycles
 from pdkernels import masks
 from tests.cudasim.build import ROOT
 from tests.harness.budgets import find_cuobjdump, find_nvcc
@@ -29,12 +32,27 @@ def test_makespan() -> None:
     assert makespan([5], 4) == (5, 1.25)
 
 
+def test_turns_of_alternating_direction() -> None:
+    assert snake([5, 4, 3, 2, 1], 2) == 8  # 5 + 2 + 1, 4 + 3
+    assert snake([1], 3) == 1
+
+
+def test_the_limits_are_those_that_were_measured() -> None:
+    """The clock is that at which all tensor cores multiply at the rate of the record."""
+    measured = limits()
+    assert H200.clock * H200.sms * 4096 == pytest.approx(measured["bf16_tflops"] * 1e12)
+    assert H200.memory == pytest.approx(measured["read_gb_per_s"] * 1e9)
+    assert H200.launch == pytest.approx(measured["shortest_launch_us"] * 1e-6)
+    assert 1.2e9 < H200.clock < 1.98e9  # the highest clock of the data sheet
+
+
 def test_a_step_waits_for_what_it_has_to() -> None:
+    device = H200._replace(l2=28.0, drain=200)
     loop = {"slots": 500, "mufu": 100, "tensor": 1000, "drains": 1, "wait": 2, "loaded": 8192, "spills": 0}
-    assert step_cycles(H200, loop, 8) == 2000 + 1000 + 200
-    assert step_cycles(H200, loop | {"drains": 0}, 8) == pytest.approx(8192 * 8 / 28)
-    assert step_cycles(H200, loop | {"wait": 0}, 8) == 3200 + H200.exposed
-    assert step_cycles(H200, loop | {"loaded": 16384}, 8) == pytest.approx(16384 * 8 / 28)
+    assert step_cycles(device, loop, 8) == 2000 + 1000 + 200
+    assert step_cycles(device, loop | {"drains": 0}, 8) == pytest.approx(8192 * 8 / 28)
+    assert step_cycles(device, loop | {"wait": 0}, 8) == 3200 + device.exposed
+    assert step_cycles(device, loop | {"loaded": 16384}, 8) == pytest.approx(16384 * 8 / 28)
 
 
 def test_rows_are_checked_in_linear_time() -> None:
@@ -47,11 +65,13 @@ def test_rows_are_checked_in_linear_time() -> None:
     assert model.choice(H200, 32768, 512) < 2 * model.choice(H200, 16384, 512)
 
 
-@pytest.fixture(scope="module")
-def figures() -> dict[str, Any]:
-    from bench.predict.loop_figures import measure
-
-    return measure()
+def test_dependent_accesses_and_lone_warps_take_their_time() -> None:
+    work = model.Statistics(region=650, row=1000, waits=5)
+    seconds = model.statistics(H200, work, 1, 126464)
+    assert model.statistics(H200, work._replace(waits=15), 1, 126464) - seconds == pytest.approx(10 * H200.latency)
+    slower = model.statistics(H200, work._replace(row=2000), 1, 126464) - seconds
+    assert slower == pytest.approx(1000 * H200.alone / H200.clock)
+    assert model.statistics(H200, work, 256, 126464) - seconds > 255 * 126464 * 2 / H200.memory
 
 
 @requires_triton
@@ -67,10 +87,10 @@ def test_programs_end_together(name: str, figures: dict[str, Any]) -> None:
 @requires_triton
 @compiled
 def test_predictions(figures: dict[str, Any]) -> None:
-    found = {row.work: row for row in model.rows(H200, figures, slots=650, cuts=[110, 250, 120])}
-    assert all(row.floor < row.predicted for row in found.values())
-    assert found["block-sparse forward, noise-aware 4608"].predicted <= 1.1 * 195e-6
-    (_, flex, _), (_, flash, _) = model.controls(H200, figures)
+    code = {"region": 650, "look": 750, "cut": [110, 250, 120]}
+    rows = tables.rows(H200, figures | {"statistics": code})
+    assert all(row.floor < row.predicted for row in rows) and len({row.work for row in rows}) == len(rows)
+    (_, flex, _), (_, flash, _) = tables.controls(H200, figures)
     assert 408 / 1.15 <= flex <= 496 * 1.15 and 560 / 1.15 <= flash <= 740 * 1.15
 
 
@@ -79,12 +99,28 @@ def test_predictions(figures: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 def test_the_page_has_these_predictions(figures: dict[str, Any]) -> None:
+    figures = {**figures, "statistics": statistics_figures.measure()}
     page = (ROOT / "docs" / "gpu_proof.md").read_text()
     table = page.partition("<!-- predict -->\n")[2].partition("\n<!-- /predict -->")[0]
-    assert table == model.markdown(H200, figures, model.region_slots(), model.cut_slots())
+    assert table == tables.markdown(H200, figures)
+
+
+def test_tables_are_written_where_the_page_has_a_place(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- x -->\nold\nlines\n<!-- /x -->\nb\n")
+    tables.write({"x": r"new \1"}, page)
+    assert page.read_text() == "a\n<!-- x -->\nnew \\1\n<!-- /x -->\nb\n"
+    with pytest.raises(ValueError, match="'y'"):
+        tables.write({"y": ""}, page)
 
 
 def test_without_cuobjdump(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "find_cuobjdump", lambda: None)
     assert command.main(["--device", "h200"]) == 2
     assert "cuobjdump was not found" in capsys.readouterr().err
+
+
+def test_only_the_tables_of_the_h200_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--device", "h100", "--write"])
+    assert "the H200's tables" in capsys.readouterr().err
