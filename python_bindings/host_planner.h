@@ -46,7 +46,7 @@ SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, s
   for (size_t i = 0; i < segments.size(); ++i) {
     const auto segment = py::cast<py::tuple>(segments[i]);
     sees.clear();
-    for (const py::handle range : py::cast<py::tuple>(segment[2])) {
+    for (const py::handle& range : py::cast<py::tuple>(segment[2])) {
       if (!PyRange_Check(range.ptr())) {
         const auto type = std::string(py::str(py::type::of(range)));
         throw py::type_error("pdkernels.masks.SegmentMask: sees must be a tuple of ranges, got " + type +
@@ -79,11 +79,11 @@ SegmentMask repeat(const py::sequence& runs, std::pair<int64_t, int64_t> rows, s
   for (size_t i = 0; i < runs.size(); ++i) {
     const auto [count, parts] = py::cast<std::pair<int32_t, py::sequence>>(runs[i]);
     std::vector<Repeated> segments;
-    for (const py::handle part : parts) {
+    for (const py::handle& part : parts) {
       const auto fields = py::cast<py::tuple>(part);
       Repeated& segment = segments.emplace_back();
       segment.length = py::cast<int64_t>(fields[0]), segment.inside = parse_inside(fields[1], i);
-      for (const py::handle range : py::cast<py::sequence>(fields[2])) {
+      for (const py::handle& range : py::cast<py::sequence>(fields[2])) {
         const auto [start, stop, step, start_by, stop_by] = py::cast<std::array<int32_t, 5>>(range);
         segment.sees.push_back({start, stop, step, start_by, stop_by});
       }
