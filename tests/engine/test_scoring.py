@@ -152,7 +152,7 @@ def test_a_text_that_nobody_reads_leaves_from_behind_others() -> None:
     for name in "abc":
         handle: Any = SimpleNamespace(unread=False)
         scoring.add(Ended(handle, session, (), lambda *result, name=name: ended.append((name, *result))))
-    scoring.requests[1].handle.unread = True
+    scoring._ended[1].handle.unread = True
     scoring.turn(None, 0, 4)
     assert ended == [("b", None, None)] and len(scoring) == 2
 
