@@ -276,6 +276,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "no window in use": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
     "a window in one layer": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "types against max_window_layers": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": ["full_attention"] * 2},
+    "types of other layers": {"layer_types": ["full_attention"] * 3},
     "types without a switch": {"use_sliding_window": False, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
     "other names": {"num_kv_heads": 1, "n_positions": 9, "n_layer": 5, "n_head": 2},
     "one layer with settings of its own": {"per_layer_config": {"1": {"sliding_window": 4}}},

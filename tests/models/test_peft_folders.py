@@ -285,3 +285,40 @@ def test_numbers_of_layers_are_where_peft_looks_for_them(pattern: str | None) ->
     for name in ("layers.0", "layers.1", "model.layers.0", "model.layers.1", "model.layers.0.experts.1"):
         module = f"{name}.self_attn.q_proj"
         assert bool(settings.adapts(module, True)) == bool(theirs(peft.LoraConfig(**chosen), module)), module
+
+
+FAMILIES = ("gemma4_text", "qwen3_5_text", "lfm2", "gpt_oss", "gemma2", "gemma3_text", "olmo2", "olmo3", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAMILIES[:3] else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_matrix_of_a_family(kind: str, tmp_path: Path) -> None:
+    """With another rank and scale in some layers, and the norms of one kind saved whole."""
+    from tests.models import test_config_fields
+
+    fields, folder = {**test_config_fields.base(kind), "tie_word_embeddings": False}, tmp_path / "base"
+    folder.mkdir()
+    assert test_config_fields.written(fields, folder) is not None
+
+    def reopened() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    modules = {name: module for name, module in reopened().named_modules() if "." in name or name == "lm_head"}
+    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    names = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, kinds)})
+    norms = sorted({name.rpartition(".")[2] for name in modules if name.endswith("norm") and "layers" in name})
+    chosen = {"target_modules": names, "rank_pattern": {r"layers\.1\..*": 3}, "alpha_pattern": {names[-1]: 3}}
+    for number, config in enumerate((chosen, {"target_modules": names[:1], "modules_to_save": norms[:1]})):
+        torch.manual_seed(1)
+        made = peft.get_peft_model(reopened(), peft.LoraConfig(**{**PLAIN, **config}))
+        for name, parameter in made.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.data += torch.randn_like(parameter) * 0.1
+        adapter = tmp_path / f"adapter{number}"
+        made.save_pretrained(adapter)
+        with torch.no_grad():
+            expected = peft.PeftModel.from_pretrained(reopened(), adapter).eval()(TOKENS, return_dict=True).logits
+        ours = models.load(folder, adapter=adapter, dtype=torch.float32)
+        torch.testing.assert_close(ours(TOKENS), expected, rtol=2e-4, atol=2e-4)

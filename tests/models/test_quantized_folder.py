@@ -81,6 +81,46 @@ def test_experts_stay_packed(kind: str, tmp_path: Path) -> None:
     assert generate(model, TOKENS, "jacobi", max_new_tokens=12, end_tokens=()).tokens.tolist() == greedy.tokens.tolist()
 
 
+OTHERS = ("gemma4_text", "gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "mixtral", "olmoe", "ministral3")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == OTHERS[0] else pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS]
+)
+@pytest.mark.parametrize("form", ["packed 4 of 32, zeros", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_matrix_of_a_family(form: str, kind: str, tmp_path: Path) -> None:
+    """Logits are those of transformers with the numbers that the codes stand for; matrices of other widths hold numbers."""
+    from tests.models import test_config_fields
+
+    transformers, stored, chosen = test_config_fields.transformers, dict[str, torch.Tensor](), KINDS[form]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    fields = {**test_config_fields.base(kind), **sizes}
+    assert test_config_fields.written(fields, tmp_path) is not None
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    held, plain = load_file(tmp_path / "model.safetensors"), ["lm_head"]
+    for name, matrix in dict(held).items():
+        module = name.removesuffix(".weight")
+        quantised_too = module in linear or (".experts." in name and matrix.dim() == 2)
+        if module == name or name.endswith(".bias") or not quantised_too:
+            stored[name] = matrix
+        elif matrix.shape[1] % 32:
+            stored[name], plain = matrix, [*plain, module]
+        else:
+            codes = quantised(matrix, chosen.bits, chosen.group, symmetric=chosen.symmetric, dtype=chosen.dtype)
+            stored |= {f"{module}.{part}": value for part, value in chosen.pack(codes).items()}
+            held[name] = codes.numbers().float()
+    save_file(held, tmp_path / "model.safetensors")
+    tokens = test_config_fields.TOKENS
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(tokens, return_dict=True).logits
+    rewrite(tmp_path, stored, {**chosen.config, "ignore": plain})
+    torch.testing.assert_close(models.load(tmp_path, packed=False)(tokens), expected, rtol=1e-4, atol=2e-4)
+    packed = models.load(tmp_path)
+    assert len(largest(packed)) >= 2 * len(packed.layers) and packed(tokens).isfinite().all()
+
+
 LLADA = {
     "model_type": "llada", "d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 96, "vocab_size": 48,
     "weight_tying": False, "rope": True, "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu",
