@@ -11,8 +11,8 @@ from fastapi import HTTPException, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
+from pdkernels._json import NotANumber, parsed_json
 from pdkernels.serve.errors import shown
-from pdkernels.serve.json_text import NotANumber, parsed_json
 from pdkernels.serve.threads import in_thread
 
 _MAX_NESTED = 1 << 16

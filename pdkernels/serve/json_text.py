@@ -1,44 +1,17 @@
-"""JSON that all readers take, from what clients send and from what models write.
-
-Python's own parser also takes NaN, Infinity and numbers beyond all floats, which it would write again as no other reads them.
-"""
+"""JSON that all readers take, from what clients send and from what models write."""
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
+
+from pdkernels._json import NotANumber, parsed_json
 
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Words of Python's that models write."""
 _MARKS = frozenset('{}[],:"')
+_DECODER = json.JSONDecoder(strict=False)
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-
-
-class NotANumber(ValueError):
-    """What stands where JSON has a number is none there.
-
-    Attributes:
-        text: as it was written.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-
-def parsed_json(text: str | bytes, strict: bool = True) -> Any:
-    """The value of a JSON text. Unless `strict`, its strings may have line breaks.
-
-    >>> parsed_json('{"a": 1e5}')
-    {'a': 100000.0}
-
-    Raises:
-        NotANumber: it has NaN, Infinity or a number beyond all floats.
-        ValueError: it is no JSON.
-        RecursionError: it is too deep.
-    """
-    return json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite)
 
 
 def read_json(text: str) -> Any:
@@ -49,19 +22,33 @@ def read_json(text: str) -> Any:
         return None
 
 
-def _refused(text: str) -> Any:
-    raise NotANumber(text)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refused(text)
-
-
 _AT_ONCE = 64
 """Items of a list that are written at once."""
 _LEVELS = 6
 """Lists and objects inside each other that are cut: what is deeper is written at once."""
+
+
+def members(text: str) -> dict[str, str]:
+    """The values of an object as they are written; of a repeated name the last. `text` is JSON.
+
+    >>> members(' {"a": 1.10, "b": {"c": []}}')
+    {'a': '1.10', 'b': '{"c": []}'}
+    """
+    written, at = dict[str, str](), text.index("{") + 1
+    while (start := _after_blanks(text, at)) < len(text) and text[start] != "}":
+        name, at = _DECODER.raw_decode(text, start)
+        start = _after_blanks(text, text.index(":", at) + 1)
+        _, at = _DECODER.raw_decode(text, start)
+        written[name] = text[start:at]
+        at = _after_blanks(text, at)
+        at += text[at] == ","
+    return written
+
+
+def _after_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
 
 
 def written_json(value: Any) -> str:

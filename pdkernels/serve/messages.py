@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pdkernels._json import parsed_json
 from pdkernels.models.text.chat import asks_for_content
 from pdkernels.serve.errors import Refused, shown
-from pdkernels.serve.json_text import parsed_json, read_json
+from pdkernels.serve.json_text import read_json
 
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Fields of messages beside their contents."""

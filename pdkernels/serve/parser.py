@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pdkernels.serve.calls import MISTRAL, CallForm, JsonForm
-from pdkernels.serve.json_text import JsonWords, mended, read_json
+from pdkernels.serve.json_text import JsonWords, members, mended, read_json
 from pdkernels.serve.tagged import CallDelta, Scan, TaggedReader, begun
 from pdkernels.serve.thoughts import ThoughtForm
 
@@ -264,13 +264,15 @@ class AnswerParser:
             return self._fail(news)
         if not complete:
             return False
-        call = read_json(mended(self._object))
+        text = mended(self._object)
+        call = read_json(text)
         name = call.get("name") if isinstance(call, dict) else None
         if not self._known(name):
             return self._fail(news)
         keys = (self._key, "arguments", "parameters")
-        arguments: Any = next((call[key] for key in keys if call.get(key) is not None), {})
-        news.append(CallDelta(self.count, self._id(), name, _arguments(arguments)))
+        key = next((key for key in keys if call.get(key) is not None), None)
+        arguments = "{}" if key is None else _arguments(call[key], members(text)[key])
+        news.append(CallDelta(self.count, self._id(), name, arguments))
         return self._end()
 
     def _arguments(self, news: News) -> bool:
@@ -333,15 +335,15 @@ class AnswerParser:
         return f"call_{secrets.token_hex(12)}"
 
 
-def _arguments(arguments: Any) -> str:
-    """Arguments as JSON. Some models write them as text that is JSON already, or null for none.
+def _arguments(arguments: Any, written: str) -> str:
+    """Arguments as JSON, as they are written. Some models write them as text that is JSON already, or null for none.
 
-    >>> _arguments('{"a": 1}'), _arguments("null"), _arguments("Rome")
-    ('{"a": 1}', '{}', '"Rome"')
+    >>> _arguments({"a": 1.1}, '{"a": 1.10}'), _arguments("null", '"null"'), _arguments("Rome", '"Rome"')
+    ('{"a": 1.10}', '{}', '"Rome"')
     """
-    if isinstance(arguments, str):
-        as_json = mended(arguments)
-        if read_json(as_json) is not None:
-            return as_json
-        arguments = {} if arguments.strip() in ("", "null") else arguments
-    return json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        return written
+    as_json = mended(arguments)
+    if read_json(as_json) is not None:
+        return as_json
+    return "{}" if arguments.strip() in ("", "null") else json.dumps(arguments, ensure_ascii=False)

@@ -106,7 +106,7 @@ def test_arguments_as_objects_where_text_does_not_render() -> None:
         "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}"
     )
     assert template.render(called('{"city": "Rome"}', content="")) == "city=Rome;" * 2
-    for arguments in ("no JSON", "[1]"):  # the error is that of the first form
+    for arguments in ("no JSON", "[1]", '{"n": 1e400}', '{"n": NaN}'):  # the error is that of the first form
         with pytest.raises(ValueError, match="has no attribute 'items'"):
             template.render(called(arguments, content=""))
 

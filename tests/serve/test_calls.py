@@ -88,6 +88,8 @@ def test_what_a_template_writes_is_read_again(name: str) -> None:
 TEXTS = [
     (HERMES, 'a <tool_call>\n{"name": "x y", "arguments": {"k": 1}}\n</tool_call> b ', "a b ", [("x y", '{"k": 1}')]),
     (HERMES, '<tool_call>{"arguments": {"k": [1]}, "name": "get"}</tool_call>', "", [("get", '{"k": [1]}')]),
+    (HERMES, '<tool_call>{"arguments": {"k": 1.10, "n": 12345678901234567890.5}, "name": "get"}</tool_call>', "", [("get", '{"k": 1.10, "n": 12345678901234567890.5}')]),
+    (HERMES, '<tool_call>{ "name" : "x" , "name" : "get" , "parameters" : {"k" : "}"} }</tool_call>', "", [("get", '{"k" : "}"}')]),
     (HERMES, '<tool_call>{"name": "get", "arguments": "{\\"k\\": 2}"}</tool_call>', "", [("get", '{"k": 2}')]),
     (HERMES, '<tool_call>{"name": "get", "arguments": {"k": NaN, "n": [-Infinity, 1e999]}}</tool_call>', "", [("get", '{"k": "NaN", "n": ["-Infinity", "1e999"]}')]),
     (HERMES, '<tool_call>{"arguments": {"k": NaN}, "name": "get"}</tool_call>', "", [("get", '{"k": "NaN"}')]),

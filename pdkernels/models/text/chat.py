@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
+from pdkernels._json import parsed_json
 from pdkernels._validation import check, check_type, fail, refuse, sentence
 from pdkernels.models.files.fields import OP, shown, some
 from pdkernels.models.text import template_process
@@ -195,7 +196,7 @@ def _without_none(message: Message, source: str) -> dict[str, Any]:
 
 def _with_other_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """The chat with the arguments of calls as JSON text where they are objects, and as objects where they are text;
-    None: it has none."""
+    None: it has none. Text with a number that JSON does not have stays text."""
     other, changed = copy.deepcopy(chat), False
     for message in other:
         calls = message.get("tool_calls")
@@ -206,7 +207,7 @@ def _with_other_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]] | 
                 function["arguments"], changed = json.dumps(arguments, ensure_ascii=False), True
             elif isinstance(arguments, str):
                 try:
-                    decoded = json.loads(arguments)
+                    decoded = parsed_json(arguments)
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(decoded, dict):
