@@ -425,3 +425,20 @@ def test_what_a_hybrid_refuses(tmp_path: Path) -> None:
     build("lfm2").save_pretrained(tmp_path)
     with pytest.raises(NotImplementedError, match="drafter"):
         pd.models.load(tmp_path, drafter=tmp_path)
+
+
+@pytest.mark.parametrize("length", [5, 70])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_graph_of_the_whole_model(grad: bool, length: int) -> None:
+    """`torch.export`, and torch.compile without a break; longer texts are in several pieces."""
+    model, tokens = small().requires_grad_(grad).eval(), tokens_of(length)
+    with torch.set_grad_enabled(grad):
+        expected = model(tokens)
+        exported = torch.export.export(model, (tokens,), strict=False).module()(tokens)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(tokens)
+    torch._dynamo.reset()
+    tolerance = (
+        {"rtol": 0.0, "atol": 0.0} if grad else {"rtol": 1e-3, "atol": 2e-3}
+    )  # without gradients ops scan row by row
+    assert all(torch.allclose(logits, expected, **tolerance) for logits in (exported, compiled))

@@ -562,7 +562,8 @@ class Hybrid(nn.Module):
             if cache.batch != batch:
                 fail(op, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
         plan = cast("TilePlan | None", mask)
-        if cache is None and (torch.is_grad_enabled() or plan is not None):
+        # A graph of the whole model has no calls of the planner.
+        if cache is None and (torch.is_grad_enabled() or plan is not None or torch.compiler.is_compiling()):
             return self._run(tokens, self._whole(tokens, positions, plan), states)
         with torch.no_grad():
             return self._run(tokens, self._inferred(tokens, cache, counts, positions, plan), states)

@@ -55,8 +55,8 @@ def pieces_of(parents: Sequence[int], reach: int = 0) -> Pieces:
             before = len(members) - 1
         piece_of[row] = before
         members[before].append(row)
-    width = max(map(len, members), default=0)
-    by_depth: list[list[int]] = [[] for _ in range(max(depths, default=-1) + 1)]
+    width = max([0, *map(len, members)])
+    by_depth: list[list[int]] = [[] for _ in range(max([-1, *depths]) + 1)]
     place = []
     for piece, depth in enumerate(depths):
         place.append(len(by_depth[depth]))
@@ -131,12 +131,8 @@ def gated_delta(
         outputs.append(q @ state + local @ new)
         state = state * decayed + k.mT @ new
     outputs_by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
-    rows = pieces.rows.flatten()
-    # Every row is in one piece.
-    at = torch.empty(int(rows.max()) + 1 if rows.numel() else 0, dtype=torch.int64, device=rows.device)
+    rows, count = pieces.rows.flatten(), len(pieces.ancestors)
+    # Every row is in one piece; the last place is that of padding. No number is read, as a traced graph could not.
+    at = torch.empty(count + 1, dtype=torch.int64, device=rows.device)
     at[rows] = torch.arange(len(rows), device=rows.device)
-    return outputs_by_row[at[: int((rows < _count(pieces)).sum())]]
-
-
-def _count(pieces: Pieces) -> int:
-    return len(pieces.ancestors)
+    return outputs_by_row[at[:count]]
