@@ -18,7 +18,8 @@ import numpy as np
 print("jax", jax.__version__)
 numbers, signed = [8, 15, 7], [-1, -8, 7]
 x, one, two = jnp.array(numbers, jnp.uint4), jnp.uint4(1), jnp.uint4(2)
-shifted, logical, divided, wide = (np.asarray(y).astype(int).tolist() for y in (x >> one, jax.lax.shift_right_logical(x, jnp.full(3, one)), x // two, jnp.array(numbers, jnp.uint8) >> 1))
+results = x >> one, jax.lax.shift_right_logical(x, jnp.full(3, one)), x // two, jnp.array(numbers, jnp.uint8) >> 1
+shifted, logical, divided, wide = (np.asarray(y).astype(int).tolist() for y in results)
 counts = [np.asarray(jax.lax.population_count(jnp.array(signed, dtype))).astype(int).tolist() for dtype in (jnp.int4, jnp.int8)]
 seen = [f"uint4: {numbers} >> 1 is {shifted}, by shift_right_logical {logical}, by // 2 {divided}", f"uint8: {numbers} >> 1 is {wide}"]
 seen.append(f"population_count of {signed}: int4 {counts[0]}, int8 {counts[1]}")
