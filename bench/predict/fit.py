@@ -35,12 +35,13 @@ def root(error: Callable[[float], float], low: float, high: float) -> float:
 def fit(device: Device, figures: dict[str, Any]) -> Device:
     """The device with its fitted numbers anew: waits and programs of attention by least squares on a grid, the others exactly."""
 
-    def errors(fits: str, **numbers: float) -> list[float]:
+    def errors(fits: str, **numbers: Any) -> list[float]:
         return [row.error for row in Comparisons(device._replace(**numbers), figures, fits).rows]
 
     for name, digits, low, high in (("l2", 1, 8.0, 128.0), ("alone", 2, 1.0, 20.0), ("latency", 8, 0.0, 3e-6)):
         number = root(lambda x, name=name: sum(errors(name, **{name: x})), low, high)  # type: ignore[misc]
-        device = device._replace(**{name: round(number, digits)})
+        fitted: dict[str, Any] = {name: round(number, digits)}
+        device = device._replace(**fitted)
     drain, program = min(
         ((drain, program) for drain in DRAINS for program in PROGRAMS),
         key=lambda pair: sum(x * x for x in errors("drain, program", drain=pair[0], program=pair[1])),

@@ -14,7 +14,6 @@ from bench.predict.device import RECORD, Device
 from bench.predict.model import Attention, packed, product, speculative, statistics
 from pdkernels import masks
 from pdkernels.masks.tile_plan import TilePlan
-from pdkernels.triton.linear import Tiling, choose_few
 
 SINGLE = RECORD / "single_runs.json"
 VOCABULARY = 126464
@@ -24,8 +23,8 @@ NOISE_AWARE, QUADRATIC = "noise-aware 4608", "quadratic 16k"
 FITTED = (NOISE_AWARE, "causal 8192")
 """Programs of few tiles, and of many."""
 FORMATS = {"q4_0": ("half 4", "Q4_0"), "q8_0": ("half 8", "Q8_0"), "q4_k": ("super 4", "Q4_K")}
-EARLIER = Tiling(16, 32, 128, 4, 4)
-"""The tiling of `linear` for few rows when its sum over a layer was timed."""
+EARLIER = (32, 128, 4, 4)
+"""The tiling of `linear` for few rows when its sum over a layer was timed: outputs, depth, warps, stages."""
 
 
 class Comparison(NamedTuple):
@@ -134,6 +133,8 @@ class Comparisons:
             self._add(work, seconds, self._first(speculative, *drafts, layout))
 
     def _linear(self) -> None:
+        from pdkernels.triton.linear import Tiling, choose_few
+
         self.sweep = []
         for case, name in [key for key in self.left if key[1].startswith("(")]:
             outputs, width = map(int, case.split(" x "))
@@ -147,14 +148,16 @@ class Comparisons:
             self.sweep.append(abs(predicted / timed - 1))
         for rows in (1, 4, 8, 16, 64):
             few = rows <= 16
-            predicted = sum(product(self.device, rows, *shape, EARLIER if few else None) for shape in LAYER)
+            predicted = sum(
+                product(self.device, rows, *shape, Tiling(16, *EARLIER) if few else None) for shape in LAYER
+            )
             timed = self.left.pop((f"quantized_linear, 8B, {rows} rows", "linear, bf16"))
             work = f"linear, products of an 8B layer, {counted(rows)}{', earlier tilings' * few}"
             self._add(work, timed, partial(float, predicted))
 
     def _packed(self) -> None:
-        def layer(*arguments: Any) -> float:
-            return sum(packed(self.device, self.figures, *arguments, *shape) for shape in LAYER)
+        def layer(kind: str, rows: int) -> float:
+            return sum(packed(self.device, self.figures, kind, rows, outputs, width) for outputs, width in LAYER)
 
         for case, name in [key for key in self.left if key[1] in FORMATS]:
             rows = int(case.split(", ")[2].split()[0])

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.predict.device import Device
 from pdkernels.masks.tile_plan import TilePlan
-from pdkernels.triton.linear import Tiling
+
+if TYPE_CHECKING:
+    from pdkernels.triton.linear import Tiling
 
 
 def step_cycles(device: Device, loop: dict[str, int], warps: int) -> float:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from bench.predict import model, statistics_figures
 from bench.predict.device import DEVICES
 from bench.predict.fit import fit
 from bench.predict.measured import Comparisons, times
-from tests.harness.budgets import find_cuobjdump
+from tests.harness.budgets import find_cuobjdump, find_nvcc
 from tests.harness.triton_interpreter import requires_triton
 
 H200 = DEVICES["h200"]
@@ -52,3 +53,11 @@ def test_everything_timed_is_compared_or_named(compared: Comparisons) -> None:
     assert len(set(works)) == len(works)
     assert set(compared.left) < set(times())
     assert all("temperature 1" in case or "d64" in case or "pages" in case for case, _ in compared.left)
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("rows", [1, 32, 256])
+def test_token_statistics_wait_less_than_when_they_were_timed(rows: int) -> None:
+    today, timed = statistics_figures.today(statistics_figures.measure()), statistics_figures.TIMED
+    assert today.region <= timed.region
+    assert model.statistics(H200, today, rows, 126464) < model.statistics(H200, timed, rows, 126464)
