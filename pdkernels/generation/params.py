@@ -211,7 +211,10 @@ def _optional_tokens(op: str, name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _sequences(op: str, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    sequences = tuple(_tokens(op, name, ids) for ids in _items(op, name, value, "a sequence of lists of ints"))
+    kind = "a sequence of lists of ints"
+    sequences = tuple(
+        tuple(_token(op, name, token) for token in _items(op, name, ids, kind)) for ids in _items(op, name, value, kind)
+    )
     check(all(sequences), op, name, "hold no empty list", "one")
     return sequences
 

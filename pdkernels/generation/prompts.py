@@ -120,6 +120,9 @@ def _check_integers(name: str, array: Any) -> None:
         integral = array.dtype.kind in ("iub" if masks else "iu")
     expectation = "be a tensor of integers or bools" if masks else "be an integer tensor"
     check_type(integral, _OP, name, expectation, array.dtype)
+    if isinstance(array, torch.Tensor):
+        actual = "one on the meta device" if array.is_meta else f"one in the layout {array.layout}"
+        check(array.layout == torch.strided and not array.is_meta, _OP, name, "be a dense tensor with numbers", actual)
 
 
 def _of_tokenizer(encoding: Mapping[str, Any]) -> tuple[list[list[int]], bool]:

@@ -153,6 +153,14 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], text: str) ->
     assert text in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "prompt", [torch.ones(3, dtype=torch.int64, device="meta"), torch.eye(3).long().to_sparse()[0]]
+)
+def test_a_prompt_without_numbers_is_refused(prompt: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="prompt must be a dense tensor with numbers, got one "):
+        generate(model(), prompt)
+
+
 def test_options_are_checked_even_when_no_token_is_asked_for() -> None:
     with pytest.raises(ValueError, match="block_size must be at least 1"):
         generate(model(), [1], "jacobi", max_new_tokens=0, block_size=0)

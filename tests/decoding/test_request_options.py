@@ -266,7 +266,7 @@ def test_methods_without_log_probabilities_say_so(method: str) -> None:
     [
         ({"n": 0}, "n must be at least 1, got 0"),
         ({"stop_sequences": [[]]}, "stop_sequences must hold no empty list"),
-        ({"stop_sequences": [3]}, "stop_sequences must be a sequence of ints, got int"),
+        ({"stop_sequences": [3]}, "stop_sequences must be a sequence of lists of ints, got int"),
         ({"stopping_criteria": 3}, "stopping_criteria must be a function or a list of functions, got int"),
         ({"max_time": -1}, "max_time must be finite and at least 0, got -1"),
         ({"logprobs": -1}, "logprobs must be at least 0"),
