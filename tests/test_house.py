@@ -440,6 +440,15 @@ def test_linter_finds_nothing() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+def test_specialised_constants_are_inline() -> None:
+    """Without `inline` each file that includes one defines it anew: linking fails with GCC 16."""
+    constant = re.compile(r"template <>\s+(?:static )?constexpr [^(){};]*=")
+    assert constant.search("template <>\nconstexpr bool kIsCode<Code> = true;")
+    assert not [
+        relative(path) for path in SOURCES if path.suffix in (".h", ".cpp", ".cu") and constant.search(path.read_text())
+    ]
+
+
 VAGUE = frozenset(
     """
     given found known one kept whole held taken rest both others wanted part parts more over own what some every

@@ -58,9 +58,9 @@ constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
 template <class T>
 constexpr int kValuesPerWord = kPerWord<T>;
 template <>
-constexpr int kValuesPerWord<Code> = 1;
+inline constexpr int kValuesPerWord<Code> = 1;
 template <>
-constexpr int kValuesPerWord<Half> = 1;
+inline constexpr int kValuesPerWord<Half> = 1;
 
 template <class T>
 constexpr int64_t kSpanOf = larger(kSpan, kLanes* kPerWord<T>);

@@ -342,9 +342,9 @@ void stream_outputs(const LinearArgs& args, const X* x, int64_t x_stride, const 
 template <class X, class W>
 constexpr int kStreamed = 3;
 template <>
-constexpr int kStreamed<Bfloat16, Bfloat16> = kRows;
+inline constexpr int kStreamed<Bfloat16, Bfloat16> = kRows;
 template <>
-constexpr int kStreamed<float, float> = kRows < 6 ? kRows : 6;
+inline constexpr int kStreamed<float, float> = kRows < 6 ? kRows : 6;
 // Bytes of weights that the second-level cache may hold. Narrow vectors add up a single output slower than it is read
 // from there.
 #ifdef __AVX512DQ__
@@ -352,7 +352,7 @@ constexpr int64_t kInCache = 0;
 #else
 constexpr int64_t kInCache = int64_t{1} << 20;
 template <>
-constexpr int kStreamed<float, Half> = 0;  // arithmetic takes longer for one row already
+inline constexpr int kStreamed<float, Half> = 0;  // arithmetic takes longer for one row already
 #endif
 
 // They cost little more than reading the weights. Outputs are read one after the other, as they lie in memory, if few

@@ -245,7 +245,7 @@ struct Code {
 template <class T>
 constexpr bool kIsCode = false;
 template <>
-constexpr bool kIsCode<Code> = true;
+inline constexpr bool kIsCode<Code> = true;
 
 PDK_INLINE float to_float(float x) { return x; }
 PDK_INLINE float to_float(Code x) { return static_cast<float>(x.number); }
