@@ -470,8 +470,8 @@ class SamplingParams:
 
     def replace(self, op: str = "SamplingParams", **settings: Any) -> SamplingParams:
         """A copy with other settings, which are checked, in the name of `op`."""
-        kept = {name: getattr(self, name) for name in self.explicit}
-        return SamplingParams(op=op, **(kept | settings))
+        passed = {name: getattr(self, name) for name in self.explicit}
+        return SamplingParams(op=op, **(passed | settings))
 
     def shortened(self, most: int) -> SamplingParams:
         """A copy with at most `most` new tokens, and a minimum that fits into them.

@@ -404,7 +404,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
         check(valid, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
         dtype = DTYPES[stored]
     generation = read_fields(folder, "generation_config.json")
-    asked = {} if generation is None else generation.values
+    suggested = {} if generation is None else generation.values
     ends = generation.ids("eos_token_id", config.vocab_size) if generation is not None else None
     if ends is None:
         # A null there means that no token ends a text, as in transformers.
@@ -429,7 +429,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
         layout.stored(weights.stored)
         state = partial(weights.parameters, layout)
     readable = None if quantised else weights  # quantised matrices are not read in parts
-    return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, readable, asked)
+    return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, readable, suggested)
 
 
 def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layout]:
