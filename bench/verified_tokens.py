@@ -2,10 +2,11 @@
 
     python -m bench.verified_tokens [--weights bf16 q4_0] [--drafts 4 8] [--to FILE] [--dry-run]
 
-For each kind of weights the answer is written token by token, and then with drafts, of which every third token is wrong: the tokens must be the same.
-Each row of a forward of a draft must have the bits that it has alone. Then a step is timed, captured in a graph: the forward, the choice of tokens, the
-verification, the commit. Torch's step of the same rows has the same weights in bfloat16, products by cuBLAS and scaled_dot_product_attention; "products" are
-cuBLAS's products of a step without anything else. It is asked too whether its rows have the same bits.
+For each kind of weights the answer is written token by token, and then with drafts, of which each third token is wrong, and both are compared; so are the
+logits of a draft's rows with those that each row has alone. On a CPU they have the same bits. On CUDA attention does not promise it, and random weights tie:
+`off` is the largest difference of a logit, `first` the first token that differs. Then a step is timed, captured in a graph: the forward, the choice of tokens, the
+verification, the commit; tokens/s are what such steps come to, with the forwards that the wrong drafts cost. Torch's step of the same rows has the same weights in
+bfloat16, products by cuBLAS and scaled_dot_product_attention, eager ops in a graph; "products" are cuBLAS's products of a step without anything else.
 
 `--dry-run` takes a tiny model, on a GPU in name only. FILE has what was found so far after every step, so that one that is cut off costs no other.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -78,16 +79,20 @@ def model_of(sizes: dict[str, Any], weights: str, device: str = "cuda") -> Trans
 class TorchModel:
     """The same forward from torch's own parts, at a fixed position: what a user writes without kernels."""
 
-    def __init__(self, model: Transformer, rows: int, prefix: int) -> None:
+    def __init__(self, model: Transformer, rows: int, prefix: int, before: TorchModel | None = None) -> None:
+        """`before`: the cache of the rows so far; else its rows are zeros."""
         config, device = model.config, model.device
         self.model, self.rows, self.prefix = model, rows, prefix
         shape = (config.layers, 1, config.kv_heads, prefix + rows, config.head_dim)
         self.keys, self.values = (torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2))
+        if before is not None:
+            self.keys[:, :, :, :prefix], self.values[:, :, :, :prefix] = before.keys, before.values
         at = torch.arange(prefix, prefix + rows, dtype=torch.float32)
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         angles = torch.cat([at[:, None] * config.rope_theta**-pairs] * 2, -1)
         self.cos, self.sin = (turn.to(device, model.dtype) for turn in (angles.cos(), angles.sin()))
-        self.mask = torch.ones(rows, prefix + rows, dtype=torch.bool).tril(prefix).to(device)
+        # A mask keeps a row alone from the fastest kernel.
+        self.mask = torch.ones(rows, prefix + rows, dtype=torch.bool).tril(prefix).to(device) if rows > 1 else None
 
     def __call__(self, tokens: Tensor) -> Tensor:
         config, model = self.model.config, self.model
@@ -140,7 +145,7 @@ class Text:
         return verdict.accepted, verdict.next_token
 
     def write(self, new: int, drafts: int, known: list[int]) -> tuple[list[int], int]:
-        """The answer's first tokens, and the forwards it took. Drafts are what is `known` of the answer, every third token but one."""
+        """The answer's first tokens, and the forwards it took. Drafts are what is `known` of the answer; each third token is wrong."""
         self.again()
         text, forwards = [self.first], 0
         while len(text) < new:
@@ -156,9 +161,24 @@ class Text:
         return text[:new], forwards
 
 
-def same_bits(one: Callable[[Tensor], Tensor], several: Callable[[Tensor], Tensor], tokens: Tensor) -> bool:
-    """Whether the first row of several has the bits that it has alone."""
-    return torch.equal(several(tokens)[:, :1].cpu(), one(tokens[:, :1]).cpu())
+def forwards_of(new: int, drafts: int) -> int:
+    """Those that an answer takes if its rows have the same tokens in every forward.
+
+    >>> forwards_of(7, 0), forwards_of(7, 4)
+    (6, 2)
+    """
+    written, forwards = 1, 0
+    while written < new:
+        ahead = range(written, min(written + drafts, new))
+        written = next((at for at in ahead if at % WRONG == 0), ahead.stop) + 1
+        forwards += 1
+    return forwards
+
+
+def compared(together: Tensor, alone: Tensor) -> dict[str, Any]:
+    """Of logits ``(1, rows, vocab_size)``: whether they have the same bits, and else how far they are off."""
+    off = float((together.float() - alone.float()).abs().max())
+    return {"same_bits": torch.equal(together.cpu(), alone.cpu()), "off": digits(off)}
 
 
 def rows_alone(text: Text, tokens: Tensor) -> Tensor:
@@ -171,10 +191,13 @@ def rows_alone(text: Text, tokens: Tensor) -> Tensor:
     return torch.cat(rows, 1)
 
 
-def milliseconds(call: Callable[[], object], reset: Callable[[], object] = lambda: None, rounds: int = 9) -> float:
+def milliseconds(
+    call: Callable[[], object], reset: Callable[[], object] = lambda: None, rounds: int = 9
+) -> float | None:
+    """None: it cannot be captured, because it waits for the host."""
     captured = replay(call, reset)
     if captured is None:
-        raise RuntimeError("the step cannot be captured: it waits for the host")
+        return None
     times = []
     for _ in range(rounds):
         reset()
@@ -182,10 +205,10 @@ def milliseconds(call: Callable[[], object], reset: Callable[[], object] = lambd
     return digits(1e3 * median(times))
 
 
-def of_ours(text: Text, drafts: list[int], new: int) -> list[dict[str, Any]]:
+def of_ours(text: Text, drafts: list[int], new: int) -> Iterator[dict[str, Any]]:
     """A record for each number of drafts, none first."""
     alone, count = text.write(new, 0, [])
-    device, records = text.model.device, list[dict[str, Any]]()
+    device = text.model.device
     for number in (0, *drafts):
         written, forwards = (alone, count) if number == 0 else text.write(new, number, alone)
         rows = torch.tensor([alone[: number + 1]]).to(device)
@@ -193,40 +216,33 @@ def of_ours(text: Text, drafts: list[int], new: int) -> list[dict[str, Any]]:
         text.again()
         together = text.model(rows, cache=text.cache)
         took = milliseconds(partial(text.step, rows), text.again)
-        records.append(
-            {
-                "drafts": number,
-                "tokens": len(written),
-                "forwards": forwards,
-                "same_tokens": written == alone,
-                "same_bits": torch.equal(together.cpu(), one_by_one.cpu()),
-                "step_ms": took,
-                "tokens_per_s": digits(1e3 * (len(written) - 1) / forwards / took),
-                "tokens_per_s_all_right": digits(1e3 * (number + 1) / took),
-            }
-        )
-    return records
+        differing = (at for at, (a, b) in enumerate(zip(written, alone, strict=True)) if a != b)
+        record = {"drafts": number, "tokens": new, "forwards": forwards, "first": next(differing, -1)}
+        record |= compared(together, one_by_one) | {"step_ms": took}
+        if took is not None:
+            record["tokens_per_s"] = digits(1e3 * (new - 1) / forwards_of(new, number) / took)
+            record["tokens_per_s_all_right"] = digits(1e3 * (number + 1) / took)
+        yield record
 
 
-def of_torch(model: Transformer, drafts: list[int]) -> list[dict[str, Any]]:
-    """The same steps by torch: their time, that of their products alone, and whether a row keeps its bits."""
+def of_torch(model: Transformer, drafts: list[int]) -> Iterator[dict[str, Any]]:
+    """The same steps by torch: their time, that of their products alone, and whether rows keep their bits."""
     tokens = torch.arange(7, 7 + max(drafts) + 1)[None].to(model.device)
-    alone = TorchModel(model, 1, PROMPT)
-    records = []
+    alone, one = [], None
+    for at in range(tokens.shape[1]):
+        one = TorchModel(model, 1, PROMPT + at, one)
+        alone.append(one(tokens[:, at : at + 1]))
     for number in (0, *drafts):
         several = TorchModel(model, number + 1, PROMPT)
         rows = tokens[:, : number + 1]
         widths = (model.config.hidden_size, model.config.heads * model.config.head_dim, model.config.intermediate_size)
         inputs = {width: torch.randn(1, number + 1, width).to(model.device, model.dtype) for width in widths}
-        records.append(
-            {
-                "drafts": number,
-                "same_bits": same_bits(alone, several, rows),
-                "step_ms": milliseconds(lambda several=several, rows=rows: several(rows).argmax(-1)),
-                "products_ms": milliseconds(partial(several.products, inputs)),
-            }
-        )
-    return records
+        yield {
+            "drafts": number,
+            **compared(several(rows), torch.cat(alone[: number + 1], 1)),
+            "step_ms": milliseconds(lambda several=several, rows=rows: several(rows).argmax(-1)),
+            "products_ms": milliseconds(partial(several.products, inputs)),
+        }
 
 
 def checked_torch(model: Transformer) -> float:
@@ -251,25 +267,23 @@ def verified_table(found: dict[str, Any]) -> str:
     lines = []
     for weights, rows in found["rows"].items():
         for row in rows:
-            kept = {True: "yes", False: "**no**", None: "-"}
-            theirs = torchs.get(row["drafts"])
-            written = [
-                f"{row[name]:,.0f}" if name in row else "-" for name in ("tokens_per_s", "tokens_per_s_all_right")
-            ]
-            ratio = f"{theirs['step_ms'] / row['step_ms']:.2f}x" if theirs and theirs is not row else "-"
-            cells = [kept[row.get("same_tokens")], kept[row["same_bits"]], f"{row['step_ms']:.2f}", ratio, *written]
-            lines.append([f"{weights}, {row['drafts']} drafts", *cells])
-    head = [
-        "8B, random weights",
-        "same tokens",
-        "rows keep their bits",
-        "step, ms",
-        "torch's by ours",
-        "tokens/s, every third draft wrong",
-    ]
-    products = ", ".join(f"{row['products_ms']:.2f} of {row['drafts'] + 1} rows" for row in torchs.values())
+            theirs, took = torchs.get(row["drafts"]), row["step_ms"]
+            same = "-" if "first" not in row else "yes" if row["first"] < 0 else f"up to {row['first']}"
+            bits = "yes" if row["same_bits"] else f"off by {row['off']:g}"
+            rates = [f"{row[name]:,.0f}" if name in row else "-" for name in ("tokens_per_s", "tokens_per_s_all_right")]
+            ratio = (
+                f"{theirs['step_ms'] / took:.2f}x"
+                if theirs and theirs is not row and theirs["step_ms"] and took
+                else "-"
+            )
+            lines.append(
+                [f"{weights}, {row['drafts']} drafts", same, bits, f"{took:.2f}" if took else "-", ratio, *rates]
+            )
+    head = ["8B, random weights", "same tokens", "rows keep their bits", "step, ms", "torch's by ours"]
+    head += ["tokens/s by the step, each third draft wrong", "all drafts right"]
+    products = ", ".join(f"{row['products_ms'] or 0:.2f} of {row['drafts'] + 1} rows" for row in torchs.values())
     words = f"cuBLAS's products of a step alone, ms: {products}. {found['floors']['device']}, torch {found['torch']}"
-    return f"{table([*head, 'all drafts right'], lines)}\n\n{words}"
+    return f"{table(head, lines)}\n\n{words}"
 
 
 def main() -> None:
@@ -285,15 +299,19 @@ def main() -> None:
     given = parser.parse_args()
     with pretended() if given.dry_run else nullcontext(), torch.inference_mode():
         found: dict[str, Any] = {"torch": torch.__version__, "prompt": PROMPT, "floors": floors(), "rows": {}}
+
+        def kept(name: str, records: Iterable[dict[str, Any]]) -> None:
+            for record in records:
+                found["rows"].setdefault(name, []).append(record)
+                write(given.to, found)
+                print(name, json.dumps(record), flush=True)
+
         for weights in given.weights:
             model = model_of(TINY if given.dry_run else LLAMA_8B, weights)
-            found["rows"][weights] = of_ours(Text(model, NEW + max(given.drafts) + 1), given.drafts, NEW)
-            write(given.to, found)
+            kept(weights, of_ours(Text(model, NEW + max(given.drafts) + 1), given.drafts, NEW))
             if weights == "bf16":
                 found["torch_off"] = checked_torch(model)
-                found["rows"]["torch, bf16"] = of_torch(model, given.drafts)
-                write(given.to, found)
-            print(json.dumps(found["rows"], indent=1), flush=True)
+                kept("torch, bf16", of_torch(model, given.drafts))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What tells most in ten minutes on a GPU: part 7 of scripts/gpu_proof.py. Each step has a limit of its own and keeps what it found, so that one which is cut off costs no other."""
+"""What tells most in ten minutes on a GPU: part 7 of scripts/gpu_proof.py. Each step has a limit of its own, the time to be cut off included, and keeps what it found, so that one which is
+cut off costs no other."""
 
 from __future__ import annotations
 
@@ -11,8 +12,18 @@ if TYPE_CHECKING:
     from scripts.gpu_proof import Part
 
 ROOT = Path(__file__).resolve().parent.parent
-# Kernels in CUDA C++ that were written or changed since a GPU ran them, as the sanitizer's driver calls them.
-NEW = ("quantized_linear", "token_statistics", "filter_logits")
+AVAILABLE = "import sys; from pdkernels.integrations.device_loop import available; sys.exit(not available())"
+"""Without cuda-python the tests and times of device loops would be skipped silently."""
+# Kernels in CUDA C++ that were written or changed since a GPU ran them, as the sanitizer's driver calls them, and what selects their tests.
+NEW = {
+    "quantized_linear": "quantized_linear",
+    "token_statistics": "token_statistics",
+    "draft_lengths_": "draft_lengths",
+    "lookup_draft_": "lookup_draft",
+    "gelu_and_mul": "transformer_ops",
+    "silu_and_mul": "transformer_ops",
+    "recurrence_inject": "inject",
+}
 
 
 def failed_before() -> list[str]:
@@ -23,7 +34,7 @@ def failed_before() -> list[str]:
 
 
 def test_again(part: Part) -> None:
-    names = [*failed_before(), *(f"test_{op}" for op in NEW)]
+    names = [*failed_before(), *dict.fromkeys(NEW.values())]
     options = ["-n", "8", "--dist", "worksteal", "--max-worker-restart", "9", "-m", "not slow"]
     files = ["tests/ops", "tests/integrations/test_device_loop.py"]
     selected = f"({' or '.join(names)}) and (cuda or triton or captured or capture) and not cudasim and not budgets"
@@ -37,21 +48,22 @@ def whole_model(part: Part) -> None:
 
 
 def benchmarks(letter: str, selected: str, *names: str) -> Callable[[Part], None]:
-    return lambda part: part.benchmark(f"benchmarks-{letter}", names, selected)
+    """`selected` is for a GPU: the cases of a rehearsal are few."""
+    return lambda part: part.benchmark(f"benchmarks-{letter}", names, "" if part.dry else selected)
 
 
 def without_host(part: Part) -> None:
+    nodes = ["-m", "tests.harness.launches", "--json", part.out / "device_loop_nodes.json"]
+    part.run("what a device loop needs", [part.python, "-c", "" if part.dry else AVAILABLE])
+    part.run("kernels of a captured step", [part.python, *nodes, *([] if part.dry else ["--captured"])])
     result = [] if part.dry else ["--benchmark-only", f"--benchmark-json={part.out / 'device_loop.json'}"]
     part.test(
         "generations without a host", "bench/bench_device_loop.py", *(result or ["--benchmark-disable"]), selected=""
     )
-    nodes = ["-m", "tests.harness.launches", "--json", part.out / "device_loop_nodes.json"]
-    part.run("kernels of a captured step", [part.python, *nodes, *([] if part.dry else ["--captured"])])
 
 
-def checked(part: Part) -> None:
-    for checker in ("memcheck", "racecheck"):
-        part.check(checker, "--calls", "12", "--op", *NEW)
+def checked(checker: str) -> Callable[[Part], None]:
+    return lambda part: part.check(checker, "--calls", "12", "--op", *NEW)
 
 
 class Timed(NamedTuple):
@@ -67,7 +79,8 @@ WINDOW = (
     Timed("D", 120, without_host),
     Timed("E", 60, benchmarks("E", "", "recurrent_state", "recurrent_step", "kv_cache", "verify_draft")),
     Timed("F", 90, benchmarks("F", "bwd", "block_sparse_attention")),
-    Timed("G", 60, checked),
+    Timed("G", 30, checked("memcheck")),
+    Timed("H", 30, checked("racecheck")),
 )
 
 

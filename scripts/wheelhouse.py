@@ -32,7 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     needed = {r.name: r.pin for r in requirements("gpu") if r.applies(options.python)}
     if unknown := [name for name in options.only if name not in needed]:
-        sys.exit(f"wheelhouse: {', '.join(unknown)} is nothing that requirements.txt needs for tests or benchmarks.")
+        sys.exit(f"wheelhouse: {', '.join(unknown)} is nothing that requirements.txt needs for a proof on a GPU.")
     pins = [
         pin for name, pin in needed.items() if (name in options.only if options.only else name not in options.without)
     ]

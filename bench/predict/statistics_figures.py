@@ -13,7 +13,7 @@ LOOKS = 3
 """How often a warp looks through the keys of a region: for its first token, and again after each of the two that it takes."""
 # The loads of a region; then a row's block loads the regions, 32 at a time, the logits of one, and the regions again for the sums.
 WAITS = 1 + 2 + 1 + 2
-# The kernels that an H200 has timed (commit c744be12) loaded the 8 packs of a region one after the other, in each look. Compiled, a
+# The kernels that an H200 has timed (commit bca45382) loaded the 8 packs of a region one after the other, in each look. Compiled, a
 # warp issued 657 instructions for a region, and 48 for a pack.
 TIMED = Statistics(region=657, row=LOOKS * 8 * 48, waits=1 + 2 + LOOKS * 8 + 2)
 
