@@ -275,13 +275,15 @@ def generate_files(
     """
     paths = [prompts] if isinstance(prompts, (str, os.PathLike)) else list(prompts)
     workers, batch_size = integer(OP, "workers", workers, 0), integer(OP, "batch_size", batch_size, 1)
-    recorded = {**(params.asked if params is not None else {}), **options}
+    passed = {} if params is None else {name: getattr(params, name) for name in params.explicit}
+    recorded = {**passed, **options}
     own_seed = recorded.pop("seed", 0)
     seed = integer(OP, "seed", seed or own_seed, 0)
     params = take_params("decoding.generate", params, options)
     refused = {**REFUSED, "adapter": "their own adapter= is the folder of one"}
     for name in refused.keys() & params.asked.keys():
         raise NotImplementedError(sentence(OP, f"files of texts do not follow {name}: {refused[name]}"))
+    params = params.replace(max_time=None)  # also where a checkpoint asks for one
     check_type(isinstance(model, (str, os.PathLike)), OP, "model", "be a name or a path", type(model).__name__)
     check_choice(OP, "on_error", on_error, get_args(OnError))
     if method is not None:

@@ -96,7 +96,12 @@ def read_settings(
 
     `refused`: settings that the command cannot follow, each with the reason.
     """
-    settings = {name: value for name, value in typed.items() if value not in (None, [])}
+    repeated = {
+        name for name, setting in SETTINGS.items() if setting.kind not in _JSON
+    }  # [] is a flag that was left out
+    settings = {
+        name: value for name, value in typed.items() if value is not None and not (value == [] and name in repeated)
+    }
     options = {name: value for name, value in options.items() if value is not None}
     options |= assigned_options(command, assignments or (), {*settings, *options}, RESERVED)
     settings |= {name: options.pop(name) for name in SETTINGS if name in options}

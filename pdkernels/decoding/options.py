@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 
 from pdkernels._validation import check, check_type, did_you_mean, sentence
 from pdkernels.decoding.method import Method
-from pdkernels.generation.generation_config import FILE, asks
-from pdkernels.generation.params import ALIASES, MAX_POSITIONS, SETTINGS, SamplingParams
+from pdkernels.generation.generation_config import remedy_of
+from pdkernels.generation.params import ALIASES, MAX_POSITIONS, SamplingParams
 
 _OP = "decoding.generate"
 
@@ -52,8 +52,7 @@ def check_options(method: Method, options: Mapping[str, Any], arguments: Iterabl
 def refuse_settings(method: Method, params: SamplingParams, model: Any = None) -> None:
     """NotImplementedError for a setting that `method` does not follow."""
     for name, words in method.refusals(params).items():
-        remedy = f"If {FILE} asks for it, pass {name}={SETTINGS[name].default!r}." if asks(model, name) else ""
-        raise NotImplementedError(sentence(_OP, words, remedy))
+        raise NotImplementedError(sentence(_OP, words, remedy_of(model, name)))
 
 
 def suggests(op: str) -> Callable[[Function], Function]:

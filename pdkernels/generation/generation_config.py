@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "is_assistant": (),
 }
 """Fields that change greedy tokens and are not followed, with the values besides null and false that change nothing."""
-_FORGET = "To decode without it, delete it from model.generation_config."
+_FORGET = "To decode without it, delete it from the file, or from model.generation_config."
 
 
 def completed(op: str, params: SamplingParams, model: Any) -> SamplingParams:
@@ -59,10 +59,7 @@ def completed(op: str, params: SamplingParams, model: Any) -> SamplingParams:
     >>> completed("generate", SamplingParams(repetition_penalty=1.0), model).asked
     {}
     """
-    config = getattr(model, "generation_config", None)
-    if not config or not isinstance(config, Mapping):
-        return params
-    op = f"{op}: {FILE}"
+    config, op = fields_of(model), f"{op}: {FILE}"
     for field, off in REFUSED.items():
         value = config.get(field)
         if value is not None and value is not False and value not in off:
@@ -86,10 +83,26 @@ def completed(op: str, params: SamplingParams, model: Any) -> SamplingParams:
     return params.replace(op, **settings)
 
 
-def asks(model: Any, name: str) -> bool:
-    """Whether the model's `generation_config` has a setting."""
+def fields_of(model: Any) -> Mapping[str, Any]:
+    """Those of the model's `generation_config`: a mapping, or an object of transformers with attributes.
+
+    >>> from types import SimpleNamespace
+    >>> fields_of(SimpleNamespace(generation_config=SimpleNamespace(max_time=2.0, min_length=None)))
+    {'max_time': 2.0}
+    """
     config = getattr(model, "generation_config", None) or {}
-    return any(config.get(field) is not None for field, setting in FOLLOWED.items() if setting == name)
+    if isinstance(config, Mapping):
+        return config
+    return {name: value for name, value in vars(config).items() if value is not None}
+
+
+def remedy_of(model: Any, name: str) -> str:
+    """What to do about a setting that is not followed and that the model's `generation_config` may have; "" if it has
+    none."""
+    config = fields_of(model)
+    if not any(config.get(field) is not None for field, setting in FOLLOWED.items() if setting == name):
+        return ""
+    return f"If {FILE} asks for it, pass {name}={SETTINGS[name].default!r}, or delete it from the file."
 
 
 def _biases(op: str, value: Any) -> dict[int, Any]:

@@ -459,7 +459,10 @@ class SamplingParams:
 
     def __new__(cls, **settings: Any) -> SamplingParams:
         params = object.__new__(cls)
-        params.__dict__["_explicit"] = frozenset(settings) - {"op"}
+        passed = frozenset(settings) - {"op"}
+        if passed == SETTINGS.keys():  # by dataclasses.replace, which passes those that nobody did
+            passed = frozenset(name for name in passed if SETTINGS[name].changes(settings[name]))
+        params.__dict__["_explicit"] = passed
         return params
 
     def __post_init__(self, op: str) -> None:

@@ -18,7 +18,7 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.options import check_options
 from pdkernels.decoding.request import finished, open_session
 from pdkernels.decoding.steps import run
-from pdkernels.generation.generation_config import completed
+from pdkernels.generation.generation_config import completed, remedy_of
 from pdkernels.generation.params import MAX_POSITIONS, SamplingParams, names_of, take_params
 from pdkernels.generation.prompts import Prompts
 from pdkernels.generation.session import Session
@@ -126,7 +126,9 @@ class DeviceLoop:
         for name in params.asked:
             if name not in _FOLLOWED:
                 raise NotImplementedError(
-                    sentence(_OP, f"it does not follow {name}", "Use pdkernels.decoding.generate.")
+                    sentence(
+                        _OP, f"it does not follow {name}", remedy_of(model, name) or "Use pdkernels.decoding.generate."
+                    )
                 )
         max_new_tokens = params.max_new_tokens
         check_capabilities(METHODS[method], model, options)

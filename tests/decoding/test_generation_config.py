@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import pdkernels as pd
+from pdkernels.batch.ray import generate_files
 from pdkernels.decoding import SamplingParams, generate
 from pdkernels.generation.generation_config import FOLLOWED, OF_CALLERS, REFUSED
 from pdkernels.generation.params import SETTINGS
@@ -102,7 +104,7 @@ def test_every_door_has_the_tokens_of_transformers(name: str, published: Path) -
 def test_what_is_not_followed_is_refused_by_name(field: str, published: Path) -> None:
     value = VALUES.get(field, 3)
     model = pd.models.load(with_fields(published, {field: value}))
-    fault = rf"generation_config\.json: {field} must be off, got .+delete it from model\.generation_config\."
+    fault = rf"generation_config\.json: {field} must be off, got .+delete it from the file, or from model\.generation_config\."
     with pytest.raises(NotImplementedError, match=fault):
         generate(model, PROMPT, max_new_tokens=2)
     with pd.Engine(model) as engine, pytest.raises(NotImplementedError, match=rf"Engine\.submit: {fault}"):
@@ -154,12 +156,48 @@ def test_what_a_caller_passes_comes_first(published: Path) -> None:
         assert engine.submit(PROMPT, max_new_tokens=NEW, **neutral).result().tokens.tolist() == expected
 
 
+def test_a_copy_of_settings_asks_for_nothing_more(published: Path) -> None:
+    """`dataclasses.replace` passes every setting: those that change nothing were not asked for."""
+    model = pd.models.load(with_fields(published, {"repetition_penalty": 1.7}))
+    expected = generate(model, PROMPT, max_new_tokens=NEW).tokens.tolist()
+    copied = dataclasses.replace(SamplingParams(max_new_tokens=NEW), seed=1)
+    assert copied.explicit == {"max_new_tokens", "seed"}
+    assert generate(model, PROMPT, params=copied).tokens.tolist() == expected
+    model.generation_config = transformers.GenerationConfig(repetition_penalty=1.7)
+    assert generate(model, PROMPT, max_new_tokens=NEW).tokens.tolist() == expected
+
+
+def test_files_of_texts_follow_it_and_know_neutral_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pd.models.load("tiny-code")
+    plain, penalised = (generate(model, "import os", max_new_tokens=16, repetition_penalty=p).text for p in (1.0, 1.6))
+    model.generation_config = {"repetition_penalty": 1.6, "max_time": 0.0}
+    monkeypatch.setattr(pd.models, "load", lambda *_, **__: model)
+    (tmp_path / "prompts.txt").write_text("import os\nimport os\n")
+
+    def texts(name: str, **settings: Any) -> list[str]:
+        generate_files(tmp_path / "prompts.txt", tmp_path / name, "tiny-code", max_new_tokens=16, **settings)
+        return [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]
+
+    def interrupt(done: int, _: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    neutral = SamplingParams(repetition_penalty=1.0)
+    assert texts("neutral.jsonl", params=neutral) == [plain] * 2
+    with pytest.raises(KeyboardInterrupt):
+        texts("cut.jsonl", batch_size=1, progress=interrupt)
+    with pytest.raises(ValueError, match="settings|run"):
+        texts("cut.jsonl", params=neutral)
+    assert texts("cut.jsonl") == [penalised] * 2
+
+
 def test_a_method_that_cannot_follow_says_where_it_stands() -> None:
     model = pd.models.load("tiny-masked")
     model.generation_config = {"bad_words_ids": [[65, 66]]}
-    words = (
-        r"does not follow bad_words of several tokens: .+ If generation_config\.json asks for it, pass bad_words=\(\)\."
-    )
+    words = r"does not follow bad_words of several tokens: .+ If generation_config\.json asks for it, pass bad_words=\(\), or delete it from the file\."
+    with pytest.raises(NotImplementedError, match=words):
+        generate(model, "a", "llada", max_new_tokens=8)
+    model.generation_config = transformers.GenerationConfig(bad_words_ids=[[65, 66]])  # of a user's own class
     with pytest.raises(NotImplementedError, match=words):
         generate(model, "a", "llada", max_new_tokens=8)
     assert generate(model, "a", "llada", max_new_tokens=8, bad_words=()).stats.forwards == 8

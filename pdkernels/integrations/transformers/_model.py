@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_choice, check_type, integer, message
 from pdkernels.cache import Cache, HybridCache, StateShape
+from pdkernels.generation.generation_config import fields_of
 from pdkernels.integrations.transformers._attention import attention
 from pdkernels.integrations.transformers._experts import NAME, register_experts
 from pdkernels.integrations.transformers._given import check_loaded, ids_of, in_vocabulary, without_adapter
@@ -164,7 +165,7 @@ class WrappedModel:
         self._structure = structure_of(model)
         self._body, self._head = body_of(shadowed), head_of(shadowed)
         self.end_tokens = _ends(model)
-        self.generation_config = _asked(model)
+        self.generation_config = dict(fields_of(model))
         self._places = {layer: place for place, layer in enumerate(config.attends)}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -466,12 +467,6 @@ def _ends(model: Any) -> tuple[int, ...]:
     return in_vocabulary(model, ids_of(getattr(model.generation_config, "eos_token_id", None)))
 
 
-def _asked(model: Any) -> dict[str, Any]:
-    """The fields of a model's `GenerationConfig`; some decoders have none."""
-    config = model.generation_config
-    return {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
-
-
 def _check_class(op: str, model: Any) -> None:
     is_decoder = all(hasattr(model, name) for name in ("base_model", "get_output_embeddings", "config"))
     check_type(is_decoder, op, "model", "be a decoder of transformers", type(model).__name__)
@@ -593,7 +588,7 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer | Hybrid
         _ends(model),
     )
     assert not isinstance(converted, RecurrentDepth)  # transformers has no such model
-    converted.generation_config = _asked(model)
+    converted.generation_config = dict(fields_of(model))
     with undisturbed(model.device):
         prove_converted(type(model).__name__, converted, shadow(model), random_tokens(model, 1, TOKENS))
     return converted
