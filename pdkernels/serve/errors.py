@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pdkernels.engine import BrokenModel
+from pdkernels.generation.generation_config import FILE
 from pdkernels.generation.params import ALIASES, SETTINGS
 
 _KINDS = {404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
@@ -173,7 +174,7 @@ def in_http_words(text: str) -> str:
     text, inner = _PREFIX.subn("", text, count=1)
     first, *sentences = re.split(r"(?<=[.?]) (?=[A-Z])", text)
     if inner:
-        text = " ".join([first, *(one for one in sentences if not _REMEDY.search(one))])
+        text = " ".join([first, *(one for one in sentences if FILE in one or not _REMEDY.search(one))])
     return _translated(text)
 
 

@@ -214,6 +214,9 @@ class Frontend:
                     own_params = params.replace(
                         max_new_tokens=limit, seed=sequence_seed(seed, place) if place else seed
                     )
+                    if own_params.min_new_tokens > limit:  # also where a budget of thoughts makes two texts of one
+                        fault = f"min_tokens must be at most {limit_field} ({limit}), got {own_params.min_new_tokens}"
+                        raise Refused(fault, 400, "min_tokens")
                     own_params = completed("Engine.submit", own_params, self.engine.model)
                     stops = own_params.stop_strings
                     if reading is None:

@@ -240,6 +240,7 @@ class _Writer:
     def __init__(self, body: MessagesRequest, answer: Answer) -> None:
         self._answer, self._choice, self._content = answer, answer.choices[0], list[dict[str, Any]]()
         self._steps = block_steps(self._choice, body.thinking is None or body.thinking.display != "omitted")
+        self._stops = body.stop_sequences or ()
         self._head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
 
     async def whole(self) -> dict[str, Any]:
@@ -265,7 +266,8 @@ class _Writer:
 
     def _ending(self) -> dict[str, Any]:
         reason, stop = self._choice.reason, self._choice.stopped_by
-        stop_reason = "stop_sequence" if reason == "stop" and stop is not None else _REASONS.get(reason, reason)
+        is_asked = stop is not None and stop in self._stops  # and not one of the checkpoint's
+        stop_reason = "stop_sequence" if reason == "stop" and is_asked else _REASONS.get(reason, reason)
         return {"stop_reason": stop_reason, "stop_sequence": stop if stop_reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, Any]:

@@ -25,6 +25,8 @@ _BACKLOG = 128
 """Connections that asyncio accepts at once, and of which each, when no more files can be opened, costs lines of the log."""
 _SPARE = 64 + 3 * _BACKLOG
 """Files that are left to all else; two turns of the loop pass between a connection and the close of another."""
+_MOST_FILES = 1 << 14
+"""That a server asks the system for: its usual 1,024, or 256, are fewer connections than requests that may wait."""
 _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # of Linux
 _LONGEST_WAIT = 2**31 - 1  # milliseconds that it takes
 _NO_HTTP = "what was sent is no request of HTTP/1.1, or its head is too long"
@@ -63,14 +65,19 @@ def listeners(host: str, port: int) -> list[socket.socket]:
     return found
 
 
-def most_connections() -> int:
-    """As many as this process may have open."""
+def most_connections(limit: int = _MOST_FILES) -> int:
+    """Lets this process open up to `limit` files, if the system does; as many connections as leave enough of them."""
     try:
         import resource
     except ModuleNotFoundError:  # another system
         return sys.maxsize
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return sys.maxsize if files == resource.RLIM_INFINITY else max(16, files - _SPARE)
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted_files = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    if files != resource.RLIM_INFINITY and files < wanted_files:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted_files, hard))
+            files = wanted_files
+    return sys.maxsize if files == resource.RLIM_INFINITY else max(files // 2, files - _SPARE)
 
 
 def fair(protocol: Any, seconds: float, unread: float = 60.0, most: int = sys.maxsize) -> Any:
@@ -80,7 +87,7 @@ def fair(protocol: Any, seconds: float, unread: float = 60.0, most: int = sys.ma
     more is read while any of it waits to be parsed. What comes behind a request waits for its answer; more than a
     megabyte of it closes the connection. So does the head of a request that does not arrive within `seconds`, and a
     client that takes nothing of an answer for `unread` seconds; uvicorn itself waits for ever. Of more than `most` connections the one
-    that has been without a request for longest is closed.
+    that has been without a request for longest is closed; the new one if all others have requests.
     """
     connections, idle = set[Any](), dict[Any, None]()
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -481,6 +482,18 @@ def test_connections_without_a_request_make_room_for_others() -> None:
             assert answer(connection) == b"ok"
         ending.set()
         assert answer(long) == b"ok"
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="counts files as Linux does")
+@pytest.mark.parametrize(
+    ("soft", "hard", "most"), [(256, 256, 128), (1024, 4096, 3648), (600, 600, 300), (256, 9000, 8552)]
+)
+def test_how_many_connections_there_may_be(soft: int, hard: int, most: int) -> None:
+    """A limit of few files is raised, and leaves half of them."""
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))"
+    code += "; from pdkernels.serve.run import most_connections as most; print(most(), most())"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == [str(most)] * 2
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="counts files as Linux does")

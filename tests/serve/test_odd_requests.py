@@ -83,6 +83,18 @@ def test_a_stop_string_in_the_tag_that_a_budget_writes_ends_nothing(serve: Any, 
     assert (text, reason) == ("The answer ", "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("budget", [4, 40])
+def test_a_minimum_above_the_maximum_beside_a_budget(serve: Any, budget: int, stream: bool) -> None:
+    address, _ = serve_speaking(serve, "<think>a</think>b", template="<think>")
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 30, "stream": stream}
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.BadRequestError, match=r"min_tokens must be at most max_tokens \(30\), got 50"):
+        client_of(address).chat.completions.create(
+            **asked, extra_body={"min_tokens": 50, "thinking_token_budget": budget}
+        )
+
+
 def test_a_stop_string_over_the_end_of_a_budget_ends_the_answer(serve: Any) -> None:
     """The thought has ended before, and nothing is written between the two parts."""
     address, _ = serve_speaking(serve, "<think>a</think>one END of it" + "x" * 200, template="<think>")
