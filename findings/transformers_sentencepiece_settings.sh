@@ -49,5 +49,5 @@ for number, (kind, model_type, settings, text, other) in enumerate(cases):
 sys.exit(not right)
 PYTHON
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q --disable-pip-version-check --no-compile transformers==5.24.0 tokenizers==0.23.3 sentencepiece==0.2.3 protobuf
+"$folder/venv/bin/pip" install -q --disable-pip-version-check --no-compile transformers==5.24.0 tokenizers==0.23.3 sentencepiece==0.2.3 protobuf==7.36.2
 HF_HUB_OFFLINE=1 "$folder/venv/bin/python" "$folder/seen.py" "$folder"

@@ -23,6 +23,7 @@ START = """
 import asyncio, multiprocessing, os, signal, sys, threading, time
 import torch, pdkernels as pd
 from pdkernels import _threads
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test that runs in the background would ignore
 torch.set_num_threads(1)
 model, busy = pd.models.load("tiny-code"), torch.ones(400, 400)
 forward = type(model).forward
