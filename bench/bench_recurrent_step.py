@@ -68,9 +68,7 @@ class Setup:
     def __init__(self, rows: int, device: str) -> None:
         prompt = torch.randint(sizes(device, SIZES)[0], (PREFIX,), generator=torch.Generator().manual_seed(0)).tolist()
         session = Session(model(device), [prompt], 4096, (), None, False)
-        sampling = Sampling(
-            temperature=0.0, top_p=None, min_p=None, top_k=None, seeds=torch.zeros(1, dtype=torch.int64, device=device)
-        )
+        sampling = Sampling.of(session)
         options = WaveOptions(
             inner_recurrence=INNER,
             threshold=0.0,
@@ -88,20 +86,20 @@ class Setup:
             max_recurrences=0,
             stability=0,
             init_scale=1.0,
-            kept=1,
+            kv_recurrences=1,
         )
         with torch.inference_mode():
             session.recurrences = 0
-            core = Core(init_scale=1.0, kept=1, noise=0.0, schedule="constant", horizon=32, copied=False)
+            core = Core(init_scale=1.0, kv_recurrences=1, noise=0.0, schedule="constant", horizon=32, copied=False)
             filled = prefill(session, 1, sampling, None, core)
             self.wave = Wave(session, filled.cache, None, options, sampling)
             self.wave.start(session, filled.tokens)
             self.rows = rows
-            self.wave.step(1, whole=True)
+            self.wave.step(1, full=True)
 
     def step(self) -> torch.Tensor:
         with torch.inference_mode():
-            return self.wave.step(self.rows, whole=True)[0]
+            return self.wave.step(self.rows, full=True)[0]
 
 
 def share_between_products(call: Any) -> float:

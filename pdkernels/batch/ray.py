@@ -275,7 +275,7 @@ def generate_files(
     """
     paths = [prompts] if isinstance(prompts, (str, os.PathLike)) else list(prompts)
     workers, batch_size = integer(OP, "workers", workers, 0), integer(OP, "batch_size", batch_size, 1)
-    passed = {} if params is None else {name: getattr(params, name) for name in params.explicit}
+    passed = {} if params is None else {name: getattr(params, name) for name in SETTINGS if name in params.explicit}
     recorded = {**passed, **options}
     own_seed = recorded.pop("seed", 0)
     seed = integer(OP, "seed", seed or own_seed, 0)
