@@ -149,7 +149,8 @@ def same_tokens(found: dict[str, Any]) -> str:
             continue
         cells = [_cell(row.get(way)) for way in WAYS]
         drafted = row.get(DRAFTS)
-        speed = f"{drafted['alone_ms'] / drafted['ms']:.2f}x" if drafted else "-"
+        # A row that was measured on a busy machine has no times.
+        speed = f"{drafted['alone_ms'] / drafted['ms']:.2f}x" if drafted and "ms" in drafted else "-"
         lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells, *([speed] if timed else [])])
     head = ["answers that differ", *WAYS, *(["speed with drafts"] if timed else [])]
     builds = ", ".join(map(package, dict.fromkeys(found["builds"].values())))
