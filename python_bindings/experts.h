@@ -61,7 +61,7 @@ class TorchRouterFunctions final : public RouterFunctions {
   static std::array<StableIValue, sizeof...(Arguments)> call(const char* op, const char* overload,
                                                              const Arguments&... arguments) {
     std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
     return stack;
   }
   Tensor tensor(const void* x, ScalarType dtype, int64_t rows, int64_t width) const {
