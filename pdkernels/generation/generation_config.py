@@ -59,7 +59,10 @@ def completed(op: str, params: SamplingParams, model: Any) -> SamplingParams:
     >>> completed("generate", SamplingParams(repetition_penalty=1.0), model).asked
     {}
     """
-    config, op = fields_of(model), f"{op}: {FILE}"
+    config = fields_of(model)
+    if not config:
+        return params
+    op = f"{op}: {FILE}"
     for field, off in REFUSED.items():
         value = config.get(field)
         if value is not None and value is not False and value not in off:
