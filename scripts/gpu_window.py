@@ -4,6 +4,7 @@ cut off costs no other."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,7 +36,8 @@ def failed_before() -> list[str]:
 
 def test_again(part: Part) -> None:
     names = [*failed_before(), *dict.fromkeys(NEW.values())]
-    options = ["-n", "8", "--dist", "worksteal", "--max-worker-restart", "9", "-m", "not slow"]
+    workers = max(1, min(8, (os.cpu_count() or 1) - 1))
+    options = ["-n", str(workers), "--dist", "worksteal", "--max-worker-restart", "9", "-m", "not slow"]
     files = ["tests/ops", "tests/integrations/test_device_loop.py"]
     selected = f"({' or '.join(names)}) and (cuda or triton or captured or capture) and not cudasim and not budgets"
     part.test("tests that failed, and those of new kernels", *options, *files, selected=selected)

@@ -77,7 +77,7 @@ def most_connections(limit: int = _MOST_FILES) -> int:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted_files, hard))
             files = wanted_files
-    return sys.maxsize if files == resource.RLIM_INFINITY else max(files // 2, files - _SPARE)
+    return sys.maxsize if files == resource.RLIM_INFINITY else max(files // 4, files - _SPARE)
 
 
 def fair(protocol: Any, seconds: float, unread: float = 60.0, most: int = sys.maxsize) -> Any:

@@ -487,10 +487,10 @@ def test_connections_without_a_request_make_room_for_others() -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="counts files as Linux does")
 @pytest.mark.parametrize(
-    ("soft", "hard", "most"), [(256, 256, 128), (1024, 4096, 3648), (600, 600, 300), (256, 9000, 8552)]
+    ("soft", "hard", "most"), [(256, 256, 64), (1024, 4096, 3648), (600, 600, 152), (256, 9000, 8552)]
 )
 def test_how_many_connections_there_may_be(soft: int, hard: int, most: int) -> None:
-    """A limit of few files is raised, and leaves half of them."""
+    """A limit of few files is raised; of fewer, a quarter is for connections."""
     code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))"
     code += "; from pdkernels.serve.run import most_connections as most; print(most(), most())"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
