@@ -92,11 +92,13 @@ def fields_of(model: Any) -> Mapping[str, Any]:
     >>> from types import SimpleNamespace
     >>> fields_of(SimpleNamespace(generation_config=SimpleNamespace(max_time=2.0, min_length=None)))
     {'max_time': 2.0}
+    >>> fields_of(SimpleNamespace(generation_config="greedy"))  # a name of a user's own
+    {}
     """
     config = getattr(model, "generation_config", None) or {}
     if isinstance(config, Mapping):
         return config
-    return {name: value for name, value in vars(config).items() if value is not None}
+    return {name: value for name, value in getattr(config, "__dict__", {}).items() if value is not None}
 
 
 def remedy_of(model: Any, name: str) -> str:
