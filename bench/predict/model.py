@@ -237,10 +237,19 @@ def shared(device: Device, work: Shared) -> float:
     return device.launch + work.moved / device.memory + rounds * check
 
 
+HELD = 32
+"""Keys that a thread holds in registers."""
+LOOK, TOTAL, PLACE = 3.5, 60, 67
+"""Instructions that a warp issues for a key of a lane, for the sum over a block, and for 32 rows that get their places, as compiled."""
+
+
 def choice(device: Device, rows: int, threads: int) -> float:
-    """Seconds of the kernel that finds the rows with the lowest keys, a block a sequence: 33 passes over them and one that writes."""
-    cycles = 34 * -(-rows // threads) * (device.near + threads / 32 * 8 / 4)
-    return device.launch + 2 * device.latency + cycles / device.clock
+    """Seconds of the kernel that finds the rows with the lowest keys, a block a sequence: 33 looks at all keys, of which the first are in
+    registers, and two passes in which the rows get their places."""
+    turns, schedulers = -(-rows // threads), threads / 32 / 4
+    look = turns * LOOK * schedulers + TOTAL * device.alone + max(0, turns - HELD) * device.near
+    cycles = 33 * look + turns * PLACE * schedulers + 2 * -(-turns // 4) * device.near
+    return device.launch + 3 * device.latency + cycles / device.clock
 
 
 def cut(device: Device, slots: Sequence[int], rows: int, width: int) -> float:

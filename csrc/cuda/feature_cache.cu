@@ -13,6 +13,8 @@ constexpr int kRowBlocksPerSm = 8;    // by default ptxas aims for more and spil
 constexpr int64_t kRowBlocks = 1024;  // blocks per sequence: as many as a large GPU runs at once
 constexpr int kRowsAtOnce = 64;       // rows that a block looks up together
 constexpr int kChoiceThreads = 512;
+constexpr int kHeldKeys = 32;  // of a thread
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
   const int64_t start = args.starts.load(b), count = args.count(b);
@@ -78,38 +80,64 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
   }
 }
 
-// One block per sequence: finds the cut of the lowest keys bit by bit, then writes the selected rows in order.
+// Which rows of a warp are below the cut, and which are equal to it.
+struct Lanes {
+  unsigned lower, equal;
+};
+
+// One block per sequence: finds the cut of the lowest keys bit by bit, then writes the selected rows in order. The cut
+// takes 33 looks at all keys, so that those of the first rows are in registers.
 __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __grid_constant__ StaleRowsArgs args) {
   constexpr int kWarps = kChoiceThreads / 32;
   __shared__ int lower_of[kWarps], equal_of[kWarps], warp_sums[kWarps];
   const int64_t b = blockIdx.x;
   int64_t* index = args.index + b * args.max_selected;
   const int64_t count = args.count(b), n = sequence_fits(args, b) ? args.chosen(b, count) : 0;
+#pragma unroll 1
   for (int64_t j = n + threadIdx.x; j < args.max_selected; j += kChoiceThreads) index[j] = -1;
   if (n == 0) return;
   const uint32_t* keys = args.keys + b * args.rows;
+  const auto key_of = [&](int64_t row) { return row < count ? keys[row] : ~0u; };  // no row is above the cut
+  uint32_t held[kHeldKeys];
+#pragma unroll
+  for (int j = 0; j < kHeldKeys; ++j) held[j] = key_of(int64_t{kChoiceThreads} * j + threadIdx.x);
   const Cut cut = lowest(n, [&](uint32_t key) {
     int smaller = 0;
-    for (int64_t i = threadIdx.x; i < count; i += kChoiceThreads) smaller += keys[i] < key;
+#pragma unroll
+    for (int first = 0; first < kHeldKeys; first += 4) {
+      if (int64_t{kChoiceThreads} * first >= count) break;
+#pragma unroll
+      for (int j = first; j < first + 4; ++j) smaller += held[j] < key;
+    }
+    for (int64_t row = int64_t{kChoiceThreads} * kHeldKeys + threadIdx.x; row < count; row += kChoiceThreads)
+      smaller += keys[row] < key;
     return static_cast<int64_t>(block_sum<kChoiceThreads>(smaller, warp_sums));
   });
+  // A warp has adjacent rows, whose places follow from how many rows the warps before it have.
   const int lane = threadIdx.x % 32, own = threadIdx.x / 32;
-  int64_t lower = 0, equal = 0;  // rows before those of this round
-  for (int64_t first = 0; first < count; first += kChoiceThreads) {
-    const int64_t i = first + threadIdx.x;
-    const bool is_lower = i < count && keys[i] < cut.key, is_equal = i < count && keys[i] == cut.key;
-    const unsigned lowers = __ballot_sync(0xffffffffu, is_lower), equals = __ballot_sync(0xffffffffu, is_equal);
-    __syncthreads();  // the previous round may still be reading
-    if (lane == 0) lower_of[own] = __popc(lowers), equal_of[own] = __popc(equals);
-    __syncthreads();
-    const unsigned below = (1u << lane) - 1;
-    int64_t my_lower = lower + __popc(lowers & below), my_equal = equal + __popc(equals & below);
-    for (int warp = 0; warp < kWarps; ++warp) {
-      if (warp < own) my_lower += lower_of[warp], my_equal += equal_of[warp];
-      lower += lower_of[warp], equal += equal_of[warp];
-    }
-    if (is_lower || (is_equal && my_equal < cut.ties))
-      index[my_lower + (my_equal < cut.ties ? my_equal : cut.ties)] = i;
+  const int64_t each = (count + kChoiceThreads - 1) / kChoiceThreads * 32, begin = own * each, end = begin + each;
+  const auto look = [&](int64_t row) {
+    const uint32_t key = key_of(row);
+    return Lanes{__ballot_sync(kAllLanes, key < cut.key), __ballot_sync(kAllLanes, row < count && key == cut.key)};
+  };
+  int lowers = 0, equals = 0;
+#pragma unroll 4
+  for (int64_t row = begin + lane; row < end; row += 32) {
+    const Lanes are = look(row);
+    lowers += __popc(are.lower), equals += __popc(are.equal);
+  }
+  if (lane == 0) lower_of[own] = lowers, equal_of[own] = equals;
+  __syncthreads();
+  int64_t lower = 0, equal = 0;
+  for (int warp = 0; warp < own; ++warp) lower += lower_of[warp], equal += equal_of[warp];
+#pragma unroll 4
+  for (int64_t row = begin + lane; row < end; row += 32) {
+    const Lanes are = look(row);
+    const unsigned mine = 1u << lane;
+    const int64_t my_lower = lower + __popc(are.lower & (mine - 1)), my_equal = equal + __popc(are.equal & (mine - 1));
+    if ((are.lower & mine) != 0 || ((are.equal & mine) != 0 && my_equal < cut.ties))
+      index[my_lower + (my_equal < cut.ties ? my_equal : cut.ties)] = row;
+    lower += __popc(are.lower), equal += __popc(are.equal);
   }
 }
 

@@ -68,6 +68,21 @@ def test_select_among_more_rows_than_a_block_has_threads(impl, rows: int, count:
     )
 
 
+@pytest.mark.parametrize("count", [12000, 16600])
+def test_select_among_more_keys_than_a_block_holds(impl, count: int) -> None:
+    """16,384 on CUDA. Keys are those of 8 directions, or of rows that did not change, so that many are equal."""
+    rows, generator = 16600, torch.Generator().manual_seed(count)
+    cached = torch.tensor([1.0, 0.0]).expand(1, rows, 1, 2).contiguous()
+    angles = torch.randint(0, 16, (rows,), generator=generator).clamp(max=8) / 4
+    v = torch.stack([angles.cos(), angles.sin()], -1).view(1, rows, 1, 2)
+    starts = torch.zeros(1, dtype=torch.int64)
+    expected = reference.select_stale_rows_(v, cached.clone(), starts, count, None, None, "none")
+    actual = impl.select_stale_rows_(
+        v.to(impl.device), cached.to(impl.device), starts.to(impl.device), max_selected=count, update="none"
+    )
+    assert torch.equal(actual.cpu(), expected)
+
+
 @pytest.mark.parametrize("batch, rows, count", [(0, 3, 2), (2, 0, 2), (2, 3, 0), (1, 1, 1), (1, 2, 9)])
 @pytest.mark.parametrize("update", reference.UPDATES)
 def test_select_empty_and_single(impl, batch: int, rows: int, count: int, update: str) -> None:
