@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,10 @@ def main(cases: list[str]) -> None:
                 kernel = compile_packed("sm_90:bf16:4096", matrices()[name], rows)["_products"]
                 found[f"packed {name}, {rows} rows"] = read_kernel(kernel)
         for name, of in (("delta", launch), ("mamba", launch_selective)):
-            found[f"state {name}"] = read_scan(compile_states(case, of)["_scan"])
+            for columns, batch in ((16, 16), (8, 1)):
+                found[f"state {name}, {columns} columns"] = read_scan(
+                    compile_states(case, partial(of, batch=batch))["_scan"]
+                )
         found["flex"] = read_kernel(flex_template.compile_kernel())
     print(json.dumps(found))
 

@@ -40,6 +40,8 @@ class Row(NamedTuple):
 
 def rows(device: Device, figures: dict[str, Any]) -> list[Row]:
     """Of work that was not timed, or whose kernels have changed since."""
+    from pdkernels.triton.recurrent_state import choose_tile
+
     table: list[Row] = []
     if code := figures["statistics"]:
         for count in (1, 32, 256):
@@ -59,11 +61,12 @@ def rows(device: Device, figures: dict[str, Any]) -> list[Row]:
     floor = packed_bytes("half 4", outputs, width) / device.memory
     seconds = max(floor, outputs * width / 2 / PIECE * SLOTS / (4 * device.sms * device.clock)) + 2 * device.launch
     table.append(Row(f"packed product Q4_0, {outputs:,} x {width:,}, 8 rows", floor, 1.5 * floor, seconds))
-    # Heads, keys, values; tiles have 32 columns. A state is read and written once.
+    # Heads, keys, values. A state is read and written once.
     for name, label, heads, keys, values in (("delta", "gated delta", 32, 128, 128), ("mamba", "Mamba 2", 48, 128, 64)):
         for batch, count in ((1, 1), (1, 8), (16, 8)):
-            moved = 2 * batch * heads * keys * values * 4
-            seconds = scan(device, figures[f"state {name}"], batch * heads * values // 32, count, moved)
+            moved, columns = 2 * batch * heads * keys * values * 4, choose_tile(keys, values, batch * heads).columns
+            kernel = figures[f"state {name}, {columns} columns"]
+            seconds = scan(device, kernel, batch * heads * values // columns, count, moved)
             floor = moved / device.memory
             goal = 1.5 * floor + 2 * device.launch
             table.append(Row(f"{label} step, batch {batch}, {count} accepted and {count} new", floor, goal, seconds))

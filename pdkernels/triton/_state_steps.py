@@ -58,6 +58,19 @@ def sigmoid(x):
 
 
 @triton.jit
+def softplus(x):
+    """Softplus as on the CPU: the logarithm is an odd series of t / (2 + t)."""
+    t = tl.exp(-tl.abs(x))
+    z = t / (2.0 + t)
+    w = z * z
+    p = 1.0 / 17
+    for half in tl.static_range(8):
+        p = tl.fma(p, w, 1.0 / (15 - 2 * half))
+    soft = tl.maximum(x, 0.0) + (z + z) * p
+    return tl.where((x > 20.0) | (x != x), x, soft)
+
+
+@triton.jit
 def _copy(at, to, slot, source, b, row, i, o_b, o_r, o_h, n_b, n_r, n_h, heads, width, BLOCK: tl.constexpr):
     """A row of an input, all heads."""
     for first in range(0, heads * width, BLOCK):

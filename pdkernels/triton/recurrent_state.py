@@ -1,16 +1,19 @@
 """Steps of layers with a state, in Triton. Convolutions: `_short_conv.py`, edits of lengths: `_state_lengths.py`.
 
-Two launches make a step. In the first, a program holds a tile of a head's state in registers, some columns with all
-keys: it replays the accepted rows, stores the state, and goes on through the new rows without storing it again. Columns
-do not depend on each other. The second makes the new rows the pending ones, once no program reads those of before.
-Every program of the first checks the values of its sequence; what one of them found is passed on to the second, which
-must not read lengths that it writes.
+Two launches make a step. In the first, a program, which is a warp, holds some columns of a head's state in registers,
+with all keys: it replays the accepted rows, stores the state, and goes on through the new rows without storing it again.
+Columns do not depend on each other, and a warp waits for no other one. The second makes the new rows the pending ones,
+once no program reads those of before. Every program of the first checks the values of its sequence; what one of them
+found is passed on to the second, which must not read lengths that it writes.
 
-No product is contracted with a sum, and a row is computed by the same code wherever it is: its bits do not depend on
-the steps.
+A state is a tuple of tiles of some keys each, so that sums over keys are chains of fused multiply-adds, with lanes that
+share a column added up at last. What is fused is written here, nothing is contracted by the compiler, and a row is computed
+by the same code wherever it is: its bits do not depend on the steps.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,71 +23,138 @@ from torch import Tensor
 from pdkernels._recurrent_state import DeltaArguments, SelectiveArguments, StepArguments
 from pdkernels.triton._short_conv import short_conv_
 from pdkernels.triton._state_lengths import state_commit_, state_trim_
-from pdkernels.triton._state_steps import dense, keep_rows, packed, sequence_of, sigmoid, view
+from pdkernels.triton._state_steps import dense, keep_rows, packed, sequence_of, sigmoid, softplus, view
 from pdkernels.triton.blocking import ROUNDED
 
 __all__ = ["gated_delta_", "selective_state_", "short_conv_", "state_commit_", "state_trim_"]
 
-COLUMNS = 32
-"""The most columns of a tile of a state."""
+
+FEW = 1024
+"""Programs below which each instruction of a warp waits for the one before, so that more of them with less to do are faster."""
+
+
+class Tile(NamedTuple):
+    """What a program holds of a state, with all keys."""
+
+    columns: int
+    lanes: int
+    """Lanes of a warp that share a column."""
+    registers: int | None
+    """The most of a thread; None: as many as the compiler wants."""
+
+
+def choose_tile(keys: int, values: int, heads: int, aligned: bool = True) -> Tile:
+    """For so many heads, those of all sequences together. Where a state is `aligned`, 8 lanes share a column of any tile; where it is not
+    they may differ, and so the order of sums over keys: one width serves all batches then.
+
+    At most 64 registers of a thread are state, and 128 in all let an SM hold 16 warps, which fill each other's waits.
+    """
+    width = triton.next_power_of_2(keys)
+    columns = min(16, triton.next_power_of_2(values), max(2048 // width, 1))
+    if columns == 16 and aligned and heads * triton.cdiv(values, columns) < FEW:
+        columns = 8
+    return Tile(columns, min(max(width // 16, 8), 32), 128 if width <= 128 else None)
 
 
 @triton.jit
-def _softplus(x):
-    """Softplus as on the CPU: the logarithm is an odd series of t / (2 + t)."""
-    t = tl.exp(-tl.abs(x))
-    z = t / (2.0 + t)
-    w = z * z
-    p = 1.0 / 17
-    for half in tl.static_range(8):
-        p = p * w + 1.0 / (15 - 2 * half)
-    soft = tl.maximum(x, 0.0) + (z + z) * p
-    return tl.where((x > 20.0) | (x != x), x, soft)
+def _numbers(at, keys: tl.constexpr, LANES: tl.constexpr):
+    """A row's number for each key, in as many tiles as it takes: tile p has keys `p * LANES ..`."""
+    tiles = ()
+    for p in tl.static_range((keys + LANES - 1) // LANES):
+        key = p * LANES + tl.arange(0, LANES)
+        if (p + 1) * LANES <= keys:
+            x = tl.load(at + key)
+        else:
+            x = tl.load(at + key, mask=key < keys, other=0.0)
+        tiles += (x.to(tl.float32),)
+    return tiles
 
 
 @triton.jit
-def _unit(x, eps):
-    return x * (1.0 / tl.sqrt_rn(tl.sum(x * x) + eps))
+def _load_state(at, stride, column, is_there, keys: tl.constexpr, values: tl.constexpr, LANES: tl.constexpr,
+                COLUMNS: tl.constexpr):  # fmt: skip
+    """Tiles as of `_numbers`, of some columns; zeros of a state that is new."""
+    tiles = ()
+    for p in tl.static_range((keys + LANES - 1) // LANES):
+        key = p * LANES + tl.arange(0, LANES)
+        mask = (key < keys)[:, None] & (column < values)[None, :] & is_there
+        tiles += (tl.load(at + key.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0),)
+    return tiles
 
 
 @triton.jit
-def _row(at_k, at_v, at_gate, at_beta, key, keys, column, values, eps, decay_factor, dt_bias, dt_min, dt_max,
-         DELTA: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
-    """(k, v, decay, beta) of a row; the pointers are those of its head. A row with a known update (its v) has no
-    beta."""
-    k = tl.load(at_k + key, mask=key < keys, other=0.0).to(tl.float32)
-    v = tl.load(at_v + column, mask=column < values, other=0.0).to(tl.float32)
-    beta = 1.0
+def _store_state(at, stride, column, tiles, keys: tl.constexpr, values: tl.constexpr, LANES: tl.constexpr):
+    for p in tl.static_range((keys + LANES - 1) // LANES):
+        key = p * LANES + tl.arange(0, LANES)
+        mask = (key < keys)[:, None] & (column < values)[None, :]
+        tl.store(at + key.to(tl.int64)[:, None] * stride + column[None, :], tiles[p], mask=mask)
+
+
+@triton.jit
+def _dot(at_a, at_b, keys: tl.constexpr):
+    """The sum over keys of products of two rows; each lane of a warp reads keys of its own."""
+    a, b = _numbers(at_a, keys, 32), _numbers(at_b, keys, 32)
+    total = a[0] * b[0]
+    for p in tl.static_range(1, len(a)):
+        total = tl.fma(a[p], b[p], total)
+    return tl.sum(total)
+
+
+@triton.jit
+def _recall(a, state):
+    """The sum over keys of products of a row with each column."""
+    total = a[0][:, None] * state[0]
+    for p in tl.static_range(1, len(a)):
+        total = tl.fma(a[p][:, None], state[p], total)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _row(at_k, at_gate, keys: tl.constexpr, eps, decay_factor, dt_bias, dt_min, dt_max, LANES: tl.constexpr,
+         DELTA: tl.constexpr, NORMALISED: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
+    """(k, what it is multiplied with, decay) of a row; the pointers are those of its head."""
+    k = _numbers(at_k, keys, LANES)
+    factor = 1.0
     if DELTA:
         if NORMALISED:
-            k = _unit(k, eps)
+            factor = tl.rsqrt(_dot(at_k, at_k, keys) + eps)
         exponent = tl.load(at_gate).to(tl.float32)
         if SOFTPLUS:
-            exponent = decay_factor * _softplus(exponent + dt_bias)
-        if at_beta is not None:
-            beta = tl.load(at_beta).to(tl.float32)
-            if SIGMOID:
-                beta = sigmoid(beta)
+            exponent = decay_factor * softplus(exponent + dt_bias)
     else:
         exponent = decay_factor
         if at_gate is not None:
             dt = tl.load(at_gate).to(tl.float32) + dt_bias
             if SOFTPLUS:
-                dt = _softplus(dt)
+                dt = softplus(dt)
             dt = tl.where(dt < dt_min, dt_min, dt)
             dt = tl.where(dt > dt_max, dt_max, dt)
             exponent = dt * decay_factor
-            k = dt * k
-    return k, v, tl.exp(exponent), beta
+            factor = dt
+    return k, factor, tl.exp(exponent)
 
 
 @triton.jit
-def _after(state, k, v, decay, beta, UNKNOWN: tl.constexpr):
-    """The state after a row, the decayed one before, and its update. UNKNOWN: that depends on the state."""
-    decayed = state * decay
-    if UNKNOWN:
-        v = (v - tl.sum(k[:, None] * decayed, 0)) * beta
-    return decayed + k[:, None] * v[None, :], decayed, v
+def _update(state, k, factor, decay, at_v, at_beta, column, values: tl.constexpr, DELTA: tl.constexpr,
+            SIGMOID: tl.constexpr):  # fmt: skip
+    """What a new row adds to a state, before the factor of its k."""
+    v = tl.load(at_v + column, mask=column < values, other=0.0).to(tl.float32)
+    if DELTA:
+        beta = tl.load(at_beta).to(tl.float32)
+        if SIGMOID:
+            beta = sigmoid(beta)
+        v = (v - _recall(k, state) * (decay * factor)) * beta
+    return v
+
+
+@triton.jit
+def _after(state, k, factor, decay, update):
+    """The state after a row."""
+    scaled = (factor * update)[None, :]
+    tiles = ()
+    for p in tl.static_range(len(k)):
+        tiles += (tl.fma(k[p][:, None], scaled, state[p] * decay),)
+    return tiles
 
 
 @triton.jit(do_not_specialize=["rows", "pending_rows", "most", "keep", "size"])
@@ -92,11 +162,11 @@ def _scan(
     state, state_row, state_head, state_key, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents,
     done, old_k, ok_b, ok_r, ok_h, old_v, ov_b, ov_r, ov_h, old_gate, og_b, og_r, og_h, new_k, k_b, k_r, k_h, new_v,
     v_b, v_r, v_h, new_gate, g_b, g_r, g_h, new_beta, b_b, b_r, b_h, q, q_b, q_r, q_h, out, updates, A, dt_biases, D,
-    rows, pending_rows, most, keep, size, heads, group, keys, values, scale, eps, dt_min, dt_max, KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr, DELTA: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
+    rows, pending_rows, most, keep, size, heads, group, scale, eps, dt_min, dt_max, keys: tl.constexpr,
+    values: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, NORMALISED: tl.constexpr,
+    SIGMOID: tl.constexpr, SOFTPLUS: tl.constexpr, SETTLES: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(values, COLUMNS)
+    blocks: tl.constexpr = (values + COLUMNS - 1) // COLUMNS
     head_block = tl.program_id(0) % (heads * blocks)
     b, h = tl.program_id(0) // (heads * blocks), head_block // blocks
     row, count, accepted, settled, is_new = sequence_of(
@@ -106,7 +176,7 @@ def _scan(
         tl.store(done + b, tl.where(count > 0, settled, -1))
     b, h = b.to(tl.int64), h.to(tl.int64)
     kh = h // group
-    key, column = tl.arange(0, KEYS), head_block % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    column = head_block % blocks * COLUMNS + tl.arange(0, COLUMNS)
     real = column < values
     to = out + (b * rows * heads + h) * values + column
     for i in range(count, rows):
@@ -124,16 +194,15 @@ def _scan(
             new_beta += b * b_b + h * b_h
         if updates is not None:
             updates += (b * pending_rows * heads + h) * values
-        factor, dt_bias, skip = 0.0, 0.0, 0.0
+        decay_factor, dt_bias, skip = 0.0, 0.0, 0.0
         if A is not None:
-            factor = tl.load(A + h).to(tl.float32)
+            decay_factor = tl.load(A + h).to(tl.float32)
         if dt_biases is not None:
             dt_bias = tl.load(dt_biases + h).to(tl.float32)
         if D is not None:
             skip = tl.load(D + h).to(tl.float32)
-        at_state = state + row * state_row + h * state_head + key.to(tl.int64)[:, None] * state_key + column[None, :]
-        mask = (key < keys)[:, None] & real[None, :]
-        current = tl.load(at_state, mask=mask & (is_new == 0), other=0.0)
+        at_state = state + row * state_row + h * state_head
+        current = _load_state(at_state, state_key, column, is_new == 0, keys, values, LANES, COLUMNS)
         for i in range(0, accepted):
             at = row * 0 + i  # in 64 bits, interpreted too
             if index is not None:
@@ -141,24 +210,25 @@ def _scan(
             gate_at = old_gate
             if old_gate is not None:
                 gate_at = old_gate + at * og_r
-            k, v, decay, beta = _row(
-                old_k + at * ok_r, old_v + at * ov_r, gate_at, None, key, keys, column, values, eps, factor, dt_bias,
-                dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS,
+            k, factor, decay = _row(
+                old_k + at * ok_r, gate_at, keys, eps, decay_factor, dt_bias, dt_min, dt_max, LANES, DELTA, NORMALISED,
+                SOFTPLUS,
             )  # fmt: skip
-            current, _, _ = _after(current, k, v, decay, beta, False)
-        if parents is not None:
-            base = tl.zeros_like(current)  # set before it is read; as `current`, Triton would not carry it
+            update = tl.load(old_v + at * ov_r + column, mask=real, other=0.0).to(tl.float32)
+            current = _after(current, k, factor, decay, update)
+        if (settled == 0) & (accepted > 0):
+            _store_state(at_state, state_key, column, current, keys, values, LANES)
+            tl.debug_barrier()  # branches of a tree read it again, perhaps by other lanes
         for i in range(0, count):
-            if i == settled:
-                if accepted + settled > 0:
-                    tl.store(at_state, current, mask=mask)
-                if parents is not None:
-                    base = current
+            if SETTLES and (i == settled) and settled > 0:
+                _store_state(at_state, state_key, column, current, keys, values, LANES)
+                tl.debug_barrier()
             if parents is not None:
                 parent = tl.load(parents + b * rows + i).to(tl.int64)
                 # Its ancestors from the state on, found upwards: each time, the last that is not in `current`.
                 if parent != i - 1:
-                    current = base
+                    has_state = (is_new == 0) | (accepted + settled > 0)
+                    current = _load_state(at_state, state_key, column, has_state, keys, values, LANES, COLUMNS)
                     ancestor = parent * 0 + settled - 1
                     while ancestor != parent:
                         # Not from `parent` both: Triton would not carry `following`.
@@ -172,11 +242,14 @@ def _scan(
                             gate_at = new_gate + following * g_r
                         if new_beta is not None:
                             beta_at = new_beta + following * b_r
-                        k, v, decay, beta = _row(
-                            new_k + following * k_r, new_v + following * v_r, gate_at, beta_at, key, keys, column,
-                            values, eps, factor, dt_bias, dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS,
+                        k, factor, decay = _row(
+                            new_k + following * k_r, gate_at, keys, eps, decay_factor, dt_bias, dt_min, dt_max, LANES,
+                            DELTA, NORMALISED, SOFTPLUS,
                         )  # fmt: skip
-                        current, _, _ = _after(current, k, v, decay, beta, DELTA)
+                        update = _update(
+                            current, k, factor, decay, new_v + following * v_r, beta_at, column, values, DELTA, SIGMOID
+                        )
+                        current = _after(current, k, factor, decay, update)
                         ancestor = following
             gate_at = new_gate
             beta_at = new_beta
@@ -184,26 +257,30 @@ def _scan(
                 gate_at = new_gate + i * g_r
             if new_beta is not None:
                 beta_at = new_beta + i * b_r
-            k, v, decay, beta = _row(
-                new_k + i * k_r, new_v + i * v_r, gate_at, beta_at, key, keys, column, values, eps, factor, dt_bias,
-                dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS,
+            k, factor, decay = _row(
+                new_k + i * k_r, gate_at, keys, eps, decay_factor, dt_bias, dt_min, dt_max, LANES, DELTA, NORMALISED,
+                SOFTPLUS,
             )  # fmt: skip
-            current, decayed, update = _after(current, k, v, decay, beta, DELTA)
-            query = tl.load(q + i * q_r + key, mask=key < keys, other=0.0).to(tl.float32)
-            if NORMALISED:
-                query = _unit(query, eps)
-            if DELTA:  # as on the CPU, which has read the decayed state then
-                if i >= settled:
+            query = _numbers(q + i * q_r, keys, LANES)
+            update = _update(current, k, factor, decay, new_v + i * v_r, beta_at, column, values, DELTA, SIGMOID)
+            if DELTA:  # of the state before the row, as on the CPU
+                if not SETTLES or i >= settled:
                     tl.store(updates + (i - settled) * heads * values + column, update, mask=real)
-                query = query * scale
-                y = tl.sum(query[:, None] * decayed, 0) + tl.sum(query * k) * update
+                of_query = scale
+                if NORMALISED:
+                    of_query = tl.rsqrt(_dot(q + i * q_r, q + i * q_r, keys) + eps) * scale
+                y = (
+                    _recall(query, current) * decay + _dot(q + i * q_r, new_k + i * k_r, keys) * factor * update
+                ) * of_query
+                current = _after(current, k, factor, decay, update)
             else:
-                y = tl.sum(query[:, None] * current, 0)
+                current = _after(current, k, factor, decay, update)
+                y = _recall(query, current)
             if D is not None:
-                y += skip * v
+                y += skip * update
             tl.store(to + i * heads * values, y.to(out.dtype.element_ty), mask=real)
-        if (settled == count) & (accepted + settled > 0):
-            tl.store(at_state, current, mask=mask)
+        if SETTLES and settled == count:
+            _store_state(at_state, state_key, column, current, keys, values, LANES)
 
 
 def _scan_step(
@@ -228,13 +305,15 @@ def _scan_step(
     step, pending_rows = dense(step), step.kept(rows)
     done = torch.empty(batch, dtype=torch.int64, device=v.device)
     updates = torch.empty(batch, pending_rows, count, values, device=v.device) if delta else None
-    columns = min(COLUMNS, triton.next_power_of_2(values))
-    _scan[(batch * count * triton.cdiv(values, columns),)](
+    aligned = state.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in state.stride()[:3])
+    tile = choose_tile(keys, values, batch * count, aligned)
+    _scan[(batch * count * triton.cdiv(values, tile.columns),)](
         *view(state), step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows,
         step.pending_index, step.parents, done, *(argument for x in (*pending, *new, q) for argument in view(x)), out,
         updates, *packed(*heads), rows, pending_rows, pending[0].shape[1], -1 if step.keep is None else step.keep,
-        len(state), count, count // key_heads, keys, values, *numbers, KEYS=max(triton.next_power_of_2(keys), 2),
-        COLUMNS=columns, DELTA=delta, **options, num_warps=4, **ROUNDED,
+        len(state), count, count // key_heads, *numbers, keys=keys, values=values, LANES=tile.lanes,
+        COLUMNS=tile.columns, DELTA=delta, SETTLES=step.keep is not None, **options, num_warps=1, maxnreg=tile.registers,
+        **ROUNDED,
     )  # fmt: skip
     kept_rows = (k, v if updates is None else updates, new[2])
     inputs = [None if x is None or old is None else (old, x) for old, x in zip(pending, kept_rows)]

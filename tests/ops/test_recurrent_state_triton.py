@@ -69,13 +69,15 @@ def test_bits_depend_on_the_row_alone(ops: Any, name: str) -> None:
 def test_a_tree_is_its_paths(ops: Any, name: str) -> None:
     layer, parents = small(name, 3), [-1, 0, 0, 2, -1, 1, 3]
     rows = layer.rows(1, 7)
-    start = Cache(layer, 1, 7, DEVICE)
-    start.step(layer.rows(1, 2), ops)
-    start.commit([2])
-    out = start.copy().step(rows, ops, parents=torch.tensor([parents], device=DEVICE))
-    for row in range(7):
-        path = path_to(parents, row)
-        assert torch.equal(start.copy().step([x[:, path] for x in rows], ops)[:, -1], out[:, row])
+    empty = Cache(layer, 1, 7, DEVICE)
+    later = empty.copy()
+    later.step(layer.rows(1, 2), ops)
+    later.commit([2])
+    for start in (empty, later):
+        out = start.copy().step(rows, ops, parents=torch.tensor([parents], device=DEVICE))
+        for row in range(7) if start is later else (4, 6):
+            path = path_to(parents, row)
+            assert torch.equal(start.copy().step([x[:, path] for x in rows], ops)[:, -1], out[:, row])
 
 
 @pytest.mark.parametrize("name", OF_EACH_KERNEL)
