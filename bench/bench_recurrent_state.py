@@ -26,17 +26,20 @@ from pdkernels.evaluation.machine import processor
 
 RESULT = Path(__file__).parent / "results/recurrent_state.json"
 
-# Kind, heads, key heads or groups, keys, values, and layers run in turn.
-MODELS: dict[str, tuple[str, int, int, int, int, int]] = {
-    "Qwen3.5-9B": ("delta", 32, 16, 128, 128, 24),
-    "Granite-4-Tiny": ("mamba", 48, 1, 128, 64, 24),
-    "MiniMax-Text-01": ("lightning", 64, 64, 128, 128, 12),
-    "dry": ("delta", 4, 2, 16, 16, 2),
+# Kind, heads, key heads or groups, keys, values, sequences, and layers run in turn.
+MODELS: dict[str, tuple[str, int, int, int, int, int, int]] = {
+    "Qwen3.5-9B": ("delta", 32, 16, 128, 128, 1, 24),
+    "Qwen3.5-9B, 16 sequences": ("delta", 32, 16, 128, 128, 16, 4),
+    "Granite-4-Tiny": ("mamba", 48, 1, 128, 64, 1, 24),
+    "Granite-4-Tiny, 16 sequences": ("mamba", 48, 1, 128, 64, 16, 4),
+    "MiniMax-Text-01": ("lightning", 64, 64, 128, 128, 1, 12),
+    "dry": ("delta", 4, 2, 16, 16, 1, 2),
+    "dry, 2 sequences": ("mamba", 4, 2, 16, 16, 2, 2),
 }
 SHAPES = {
     "cpu": ("Qwen3.5-9B", "Granite-4-Tiny", "MiniMax-Text-01"),
-    "cuda": ("Qwen3.5-9B", "Granite-4-Tiny"),
-    "dry": ("dry",),
+    "cuda": ("Qwen3.5-9B", "Granite-4-Tiny", "Qwen3.5-9B, 16 sequences", "Granite-4-Tiny, 16 sequences"),
+    "dry": ("dry", "dry, 2 sequences"),
 }
 ROWS = (1, 2, 4, 8)
 FLOOR = "a read and a write of the states"
@@ -74,28 +77,28 @@ class Setup:
     """The layers of a model, and the rows of a step."""
 
     def __init__(self, model: str, rows: int, device: str) -> None:
-        self.kind, heads, key_heads, keys, values, self.layers = MODELS[model]
+        self.kind, heads, key_heads, keys, values, batch, self.layers = MODELS[model]
         generator = torch.Generator().manual_seed(rows)
 
         def floats(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device)
 
-        self.states = [torch.zeros(1, heads, keys, values, device=device) for _ in range(self.layers)]
+        self.states = [torch.zeros(batch, heads, keys, values, device=device) for _ in range(self.layers)]
         self.q, self.k, self.v = (
-            floats(1, rows, key_heads, keys),
-            floats(1, rows, key_heads, keys),
-            floats(1, rows, heads, values),
+            floats(batch, rows, key_heads, keys),
+            floats(batch, rows, key_heads, keys),
+            floats(batch, rows, heads, values),
         )
-        self.gate, self.beta = -floats(1, rows, heads).abs(), floats(1, rows, heads).sigmoid()
+        self.gate, self.beta = -floats(batch, rows, heads).abs(), floats(batch, rows, heads).sigmoid()
         self.A = floats(heads).abs() if self.kind == "lightning" else -floats(heads).abs()
         if self.kind != "delta":
             self.gate = self.gate.abs()
         shapes = [x.shape[2:] for x in (self.k, self.v, self.gate)]
-        self.pending = [[torch.zeros(1, rows, *shape, device=device) for shape in shapes] for _ in self.states]
-        self.state_lengths = torch.zeros(self.layers, 1, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(1, dtype=torch.int64, device=device)
-        self.index = torch.zeros(1, rows, dtype=torch.int64, device=device)
-        self.counts = torch.tensor([rows], device=device)
+        self.pending = [[torch.zeros(batch, rows, *shape, device=device) for shape in shapes] for _ in self.states]
+        self.state_lengths = torch.zeros(self.layers, batch, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.index = torch.zeros(batch, rows, dtype=torch.int64, device=device)
+        self.counts = torch.full((batch,), rows, device=device)
         self.nbytes = sum(state.nbytes for state in self.states)
 
     def ours(self) -> list[Tensor]:
@@ -115,17 +118,22 @@ class Setup:
         return out
 
     def plain(self, form: Callable[..., Callable[..., Any]]) -> list[Tensor]:
+        def together(x: Tensor) -> Tensor:
+            """The heads of all sequences as those of one."""
+            return x.transpose(0, 1).flatten(1, 2)
+
+        batch, heads = self.states[0].shape[:2]
+        q, k, v, gate = map(together, (self.q, self.k, self.v, self.gate))
         out = []
         for i, state in enumerate(self.states):
             if self.kind == "delta":
-                y, self.states[i][0] = form(delta_rows)(
-                    state[0], self.q[0], self.k[0], self.v[0], self.gate[0], self.beta[0]
-                )
+                y, after = form(delta_rows)(state.flatten(0, 1), q, k, v, gate, together(self.beta))
             else:
-                one = self.gate[0] if self.kind == "mamba" else torch.ones_like(self.gate[0])
+                one = gate if self.kind == "mamba" else torch.ones_like(gate)
                 A = self.A if self.kind == "mamba" else -self.A
-                y, self.states[i][0] = form(selective_rows)(state[0], self.q[0], self.k[0], self.v[0], one, A)
-            out.append(y[None])
+                y, after = form(selective_rows)(state.flatten(0, 1), q, k, v, one, A.repeat(batch))
+            self.states[i].copy_(after.unflatten(0, (batch, heads)))
+            out.append(y.unflatten(1, (batch, heads)).transpose(0, 1))
         return out
 
     def floor(self) -> list[Tensor]:

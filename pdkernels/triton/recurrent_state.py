@@ -66,7 +66,7 @@ def _numbers(at, keys: tl.constexpr, LANES: tl.constexpr):
             x = tl.load(at + key)
         else:
             x = tl.load(at + key, mask=key < keys, other=0.0)
-        tiles += (x.to(tl.float32),)
+        tiles += (x.to(tl.float32),)  # type: ignore[assignment]
     return tiles
 
 
@@ -78,7 +78,8 @@ def _load_state(at, stride, column, is_there, keys: tl.constexpr, values: tl.con
     for p in tl.static_range((keys + LANES - 1) // LANES):
         key = p * LANES + tl.arange(0, LANES)
         mask = (key < keys)[:, None] & (column < values)[None, :] & is_there
-        tiles += (tl.load(at + key.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0),)
+        x = tl.load(at + key.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+        tiles += (x,)  # type: ignore[assignment]
     return tiles
 
 
@@ -143,7 +144,7 @@ def _update(state, k, factor, decay, at_v, at_beta, column, values: tl.constexpr
         beta = tl.load(at_beta).to(tl.float32)
         if SIGMOID:
             beta = sigmoid(beta)
-        v = (v - _recall(k, state) * (decay * factor)) * beta
+        v = tl.fma(_recall(k, state), -decay * factor, v) * beta
     return v
 
 
@@ -269,9 +270,8 @@ def _scan(
                 of_query = scale
                 if NORMALISED:
                     of_query = tl.rsqrt(_dot(q + i * q_r, q + i * q_r, keys) + eps) * scale
-                y = (
-                    _recall(query, current) * decay + _dot(q + i * q_r, new_k + i * k_r, keys) * factor * update
-                ) * of_query
+                of_update = _dot(q + i * q_r, new_k + i * k_r, keys) * factor * of_query
+                y = tl.fma(_recall(query, current), decay * of_query, of_update * update)
                 current = _after(current, k, factor, decay, update)
             else:
                 current = _after(current, k, factor, decay, update)
