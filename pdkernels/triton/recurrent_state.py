@@ -305,7 +305,7 @@ def _scan_step(
     step, pending_rows = dense(step), step.kept(rows)
     done = torch.empty(batch, dtype=torch.int64, device=v.device)
     updates = torch.empty(batch, pending_rows, count, values, device=v.device) if delta else None
-    aligned = state.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in state.stride()[:3])
+    aligned = all(size % 16 == 0 for size in (state.data_ptr(), *state.stride()[:3], values))
     tile = choose_tile(keys, values, batch * count, aligned)
     _scan[(batch * count * triton.cdiv(values, tile.columns),)](
         *view(state), step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows,
