@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "PDKERNELS_CPU_ISA": "portable, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx; on arm64 portable, neon_dot or neon_i8mm: "
     "lowers what CPU kernels may use",
     "PDKERNELS_DEBUG_CHECKS": "1: read values back from the GPU and check them, one sync per call",
-    "PDKERNELS_GLUON": "0: Triton kernels on Hopper too, in place of the Gluon kernels",
+    "PDKERNELS_GLUON": "0: Triton kernels on Hopper too, in place of the Gluon kernels; one-pass: gradients of attention in one pass there",
     "PDKERNELS_HUGE_PAGES": "0: no huge pages for weights and KV caches on the CPU",
     "PDKERNELS_LIBRARY": "path of another build of the compiled ops",
     "PDKERNELS_WHOLE_STEP": "0: the layers of a model run one by one on the CPU too",

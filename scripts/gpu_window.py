@@ -80,7 +80,7 @@ WINDOW = (
     Timed("C", 90, benchmarks("C", "", "quantized_linear", "linear", "token_statistics", "filter_logits")),
     Timed("D", 120, without_host),
     Timed("E", 60, benchmarks("E", "", "recurrent_state", "recurrent_step", "kv_cache", "verify_draft")),
-    Timed("F", 90, benchmarks("F", "bwd", "block_sparse_attention")),
+    Timed("F", 90, benchmarks("F", "bwd and (pdkernels or cuDNN)", "block_sparse_attention")),
     Timed("G", 30, checked("memcheck")),
     Timed("H", 30, checked("racecheck")),
 )

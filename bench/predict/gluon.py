@@ -3,7 +3,9 @@ the products of the step before."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from bench.predict.device import Device
@@ -12,6 +14,11 @@ from pdkernels.masks.tile_plan import TilePlan
 
 TENSOR = 2048
 """Cycles of both products of 128 rows and 128 keys with heads of 128."""
+SHARED = 128
+"""Bytes that shared memory delivers in a cycle."""
+ONE_PASS_BYTES = 2 * (3 * 32 + 2 * 16) * 1024 + 2 * 16 * 1024 + 16 * 1024 + 32 * 1024
+"""Of a step of 64 queries and 128 keys: operands of the five products of each consumer, three of which have both in shared memory; queries
+and gradients that arrive, gradients of scores that are written, and sums of dQ that leave by the same way."""
 MUFU = 512
 """Cycles that the exponentials of 64 x 128 scores hold their pipe."""
 
@@ -81,6 +88,46 @@ def backward(device: Device, figures: dict[str, Any], plan: TilePlan, heads: tup
     return seconds, max(balance, longest / mean)
 
 
+def one_pass(
+    device: Device, figures: dict[str, Any], plan: TilePlan, heads: tuple[int, int], waits: bool = True
+) -> tuple[float, float]:
+    """Seconds of the backward pass of five products, and what programs wait for their turns, as a part of all time. Without `waits`: as
+    if none had to."""
+    from pdkernels.triton.block_sparse_attention import split_group
+
+    slots = max(loop["slots"] for loop in figures["gluon one pass"]["loops"])
+    step = max(5 * 512, ONE_PASS_BYTES / SHARED, 2 * slots, MUFU) + 4 * device.drain
+    group = heads[0] // heads[1]
+    order = [rows[:, 3].tolist() for rows in (plan.rows[: plan.grid[0]], plan.rows[plan.grid[0] :])]
+    seen = plan.visits(False).offsets.diff().tolist()
+    visits = plan.visits(True)
+    bounds, tiles = visits.offsets.tolist(), visits.tiles.tolist()
+    pieces, piece = split_group(group, heads[1] * len(order[1]))
+    hand_on = 2 * device.latency * device.clock if waits else -inf
+    ended: dict[tuple[int, int], float] = {}
+    free, waited = [0.0] * device.sms, 0.0
+    for tile in order[1]:
+        walk = sorted(tiles[bounds[tile] : bounds[tile + 1]], key=lambda at: (-seen[at], -at))
+        for part in range(pieces):
+            for kv_head in range(heads[1]):
+                now = free[0] + device.program + device.latency * device.clock
+                of_part = range(part * piece, min(group, (part + 1) * piece))
+                for query in [
+                    (kv_head * group + head, 2 * at + cut) for at in walk for head in of_part for cut in (0, 1)
+                ]:
+                    now += step
+                    turn = max(now, ended.get(query, -inf) + hand_on)
+                    waited += turn - now
+                    now = ended[query] = turn
+                heapq.heapreplace(free, now)
+    elements = plan.q_len * heads[0] * 128
+    # A program that describes visits looks at a dozen words that wait for each other.
+    seconds = max(free) / device.clock + 3 * device.launch + 12 * device.latency + 4 * elements / device.memory
+    if pieces > 1:
+        seconds += device.launch + 2 * plan.kv_len * heads[1] * 128 * (2 * 4 * pieces + 2) / device.memory
+    return seconds, waited / device.sms / max(free)
+
+
 def speculative(
     device: Device, figures: dict[str, Any], new: int, prefix: int, heads: tuple[int, int]
 ) -> tuple[float, float]:
@@ -114,6 +161,7 @@ def measure() -> dict[str, dict[str, Any]]:
         "forward": (attention, "bf16:128:128"),
         "dq": (gradients, "bf16:128:128"),
         "dkv": (gradients, "bf16:128:128:keys"),
+        "one pass": (gradients, "bf16:128:128:one-pass"),
         "speculative": (drafts, "bf16:128:0:64"),
     }
     return {f"gluon {name}": module.measure([case])[case] for name, (module, case) in cases.items()}

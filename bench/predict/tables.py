@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.predict import measured, statistics_figures
+from bench.predict import gluon, measured, statistics_figures
 from bench.predict.device import Device
 from bench.predict.model import (
     Shared,
@@ -43,6 +43,11 @@ def rows(device: Device, figures: dict[str, Any]) -> list[Row]:
     from pdkernels.triton.recurrent_state import choose_tile
 
     table: list[Row] = []
+    for mask, wanted in (("dual stream 8192", 1300 * US), ("causal 8192", 2576 * US)):
+        plan, of_plan = measured.plans()[mask]
+        multiplied = 5 * 1024 * plan.visited_tiles * of_plan[0] / device.sms / device.clock
+        in_one_pass, _ = gluon.one_pass(device, figures, plan, of_plan)
+        table.append(Row(f"{mask}, backward in one pass", multiplied, wanted, in_one_pass))
     if code := figures["statistics"]:
         for count in (1, 32, 256):
             floor = count * measured.VOCABULARY * 2 / device.memory

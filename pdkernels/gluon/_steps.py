@@ -218,6 +218,12 @@ def packed(p, DTYPE: gl.constexpr):
 @gluon.jit
 def unpacked(packed_weights, DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Unpacks such weights as an operand."""
+    return gl.convert_layout(unpacked_pairs(packed_weights, DTYPE), weights_layout(HEAD_DIM), assert_trivial=True)
+
+
+@gluon.jit
+def unpacked_pairs(packed_weights, DTYPE: gl.constexpr):
+    """Such weights in their own dtype, where they were computed."""
     if DTYPE == gl.bfloat16:
         first, second = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed_weights], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
@@ -226,5 +232,4 @@ def unpacked(packed_weights, DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
         first, second = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed_weights], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
         )
-    pairs = gl.reshape(gl.join(first, second), [64, 2 * packed_weights.shape[1]])
-    return gl.convert_layout(pairs, weights_layout(HEAD_DIM), assert_trivial=True)
+    return gl.reshape(gl.join(first, second), [64, 2 * packed_weights.shape[1]])

@@ -53,14 +53,13 @@ def columns_layout(queries):
 
 @gluon.jit
 def key_tile_of(
-    plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece,
+    item, plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece,
     GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """The work of this program: (batch, KV head, part of its query heads, first of them, how many; first key, and in
+    """The work of the item-th program: (batch, KV head, part of its query heads, first of them, how many; first key, and in
     the plan the offset of that key in its tile, where the ranges start, where the tiles that need a mask start; steps
     of a head with a mask, and without)."""
     CUTS: gl.constexpr = BLOCK_K // 128
-    item = gl.program_id(0)
     sequence = item % sequences
     item = item // sequences
     column = item % CUTS * 128
@@ -88,8 +87,9 @@ def produce_queries(
 ):  # fmt: skip
     CUTS: gl.constexpr = BLOCK_Q // BLOCK_M
     batch, kv_head, piece_index, first_head, num_heads, start, column, begin, middle, masked, full = key_tile_of(
-        plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece, GROUP, BLOCK_Q, BLOCK_K, BLOCK_M
-    )
+        gl.program_id(0), plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece, GROUP, BLOCK_Q, BLOCK_K,
+        BLOCK_M,
+    )  # fmt: skip
     for half in gl.static_range(2):
         mbarrier.expect(kv_ready.index(half), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         at = [batch, start + half * 64, kv_head, 0]
@@ -223,8 +223,9 @@ def consume_queries(
     key = k_smem.reshape([64, HEAD_DIM])
     value = v_smem.reshape([64, HEAD_DIM])
     batch, kv_head, piece_index, head, num_heads, start, column, begin, middle, masked, full = key_tile_of(
-        plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece, GROUP, BLOCK_Q, BLOCK_K, BLOCK_M
-    )
+        gl.program_id(0), plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece, GROUP, BLOCK_Q, BLOCK_K,
+        BLOCK_M,
+    )  # fmt: skip
     start += 64 * HALF
     column += 64 * HALF
     steps = gl.maximum((masked + full) * num_heads, 1)

@@ -2,7 +2,8 @@
 
 Gluon kernels are for Hopper. Before the first call on a device, the kernel runs on a small input and is compared with
 the reference. If it fails, or its results differ, the Triton kernel serves the process, and a warning says so.
-``PDKERNELS_GLUON=0`` chooses the Triton kernels.
+``PDKERNELS_GLUON=0`` chooses the Triton kernels, ``PDKERNELS_GLUON=one-pass`` the backward pass of attention that has five
+products in place of seven, where its kernel serves.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from pdkernels.reference.block_sparse_attention import block_sparse_attention
 from pdkernels.reference.speculative_attention import speculative_attention
 
 VARIABLE = "PDKERNELS_GLUON"
-# By op, device, head dimension, dtype and page size: whether the kernel passed.
-CHECKED: dict[tuple[type, str, int, torch.dtype, int], bool] = {}
+ONE_PASS = "one-pass"
+# By op, module of the kernel, device, head dimension, dtype and page size: whether the kernel passed.
+CHECKED: dict[tuple[type, str, str, int, torch.dtype, int], bool] = {}
 
 Arguments = TypeVar("Arguments", AttentionArguments, GradientArguments, SpeculativeArguments)
 Results = tuple[Tensor, ...]
@@ -41,10 +43,14 @@ def enabled() -> bool:
     >>> with mock.patch.dict(os.environ, {VARIABLE: "0"}): enabled()
     False
     """
+    return _setting() != "0"
+
+
+def _setting() -> str:
     setting = os.environ.get("PDKERNELS_GLUON", "auto")
-    if setting not in ("auto", "0"):
-        raise ValueError(message("block_sparse_attention", VARIABLE, "be auto or 0", repr(setting)))
-    return setting == "auto"
+    if setting not in ("auto", "0", ONE_PASS):
+        raise ValueError(message("block_sparse_attention", VARIABLE, "be auto, 0 or one-pass", repr(setting)))
+    return setting
 
 
 def on_hopper(q: Tensor) -> bool:
@@ -69,8 +75,11 @@ def backward_for(gradients: GradientArguments) -> Callable[[GradientArguments], 
         return None
     try:
         from pdkernels.gluon import launch as _launch
+        from pdkernels.gluon import launch_one_pass as _one_pass
     except ImportError:
         return None
+    if _setting() == ONE_PASS and _one_pass.serves(gradients) and passes(gradients, _one_pass.backward):
+        return _one_pass.backward
     return _launch.backward if _launch.serves_gradients(gradients) and passes(gradients, _launch.backward) else None
 
 
@@ -92,7 +101,7 @@ def passes(arguments: Arguments, forward: Callable[[Arguments], Results]) -> boo
     page_size = 0
     if isinstance(arguments, SpeculativeArguments) and arguments.block_table is not None:
         page_size = arguments.k_cache.shape[1]
-    key = (type(arguments), str(q.device), q.shape[-1], q.dtype, page_size)
+    key = (type(arguments), forward.__module__, str(q.device), q.shape[-1], q.dtype, page_size)
     if key not in CHECKED:
         # A graph that is being captured cannot wait for results: it gets the Triton kernel.
         if q.is_cuda and torch.cuda.is_current_stream_capturing():

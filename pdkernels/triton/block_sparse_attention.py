@@ -388,10 +388,16 @@ def backward(gradients: GradientArguments, passes: Passes | None = None) -> tupl
             **_constants(args, blocking),
         )  # fmt: skip
     if pieces > 1 and k.numel():
-        _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](
-            *partials, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4, **CONTRACTED
-        )
+        add_pieces(partials, (dk, dv))
     return dq, dk, dv
+
+
+def add_pieces(partials: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]) -> None:
+    """Adds up dK and dV of ``(pieces, ...)`` parts of the query heads, in order."""
+    pieces, elements = partials[0].shape[0], results[0].numel()
+    _sum_kernel[(triton.cdiv(elements, 1024), 2)](
+        *partials, *results, elements, pieces, BLOCK=1024, num_warps=4, **CONTRACTED
+    )
 
 
 def _check_shared_memory(q: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +17,19 @@ from tests.gluonsim.scheduler import Fault
 from tests.gluonsim.values import DTYPES, Pointer, Value, elementwise, reduced, reshaped, scalar, together, wrap
 
 TYPES = ("bfloat16", "float16", "float32", "float64", "int1", "int8", "int32", "int64")
-_state: dict[str, Program] = {}
+_thread = threading.local()
 
 
 def running() -> Program:
-    """The program that is being executed; there is one at a time."""
-    if "program" not in _state:
+    """The program that this thread executes."""
+    program: Program | None = getattr(_thread, "program", None)
+    if program is None:
         raise Fault("an instruction is used outside of a kernel")
-    return _state["program"]
+    return program
 
 
 def enter(program: Program | None) -> None:
-    _state.clear()
-    if program is not None:
-        _state["program"] = program
+    _thread.program = program
 
 
 def _where(condition: Any, a: Any, b: Any) -> Value:
@@ -77,6 +77,7 @@ def _test(s: torch.Tensor, words: torch.Tensor, tested: torch.Tensor) -> torch.T
 _ASSEMBLY: dict[str, Callable[..., torch.Tensor]] = {
     "cvt.rn.bf16x2.f32 $0, $2, $1;": _pair_of(torch.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": _pair_of(torch.float16),
+    "mov.b32 $0, 0;": torch.zeros_like,
     "{ .reg .pred seen; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 seen, bit, 0; "
     "selp.f32 $0, $1, 0fFF800000, seen; }": _test,
 }
@@ -97,12 +98,42 @@ def _assembly(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, 
 
 
 def _specialize(parts: Any, warps: Any, registers: Any) -> None:
-    running().fork([lambda f=f, given=given: f(*given) for f, given in parts], warps, registers)
+    program = running()
+
+    def part(f: Any, given: Any) -> None:
+        enter(program)
+        f(*given)
+
+    program.fork([lambda f=f, given=given: part(f, given) for f, given in parts], warps, registers)
 
 
-def _atomic_add(pointer: Pointer, value: Any, **_: Any) -> Value:
-    before = pointer.load()
-    pointer.store(before + value)
+def _load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Value:
+    _touch(pointer, mask, write=False)
+    return pointer.load(mask, other)
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
+    _touch(pointer, mask, write=True)
+    pointer.store(value, mask)
+
+
+def _touch(pointer: Pointer, mask: Any, write: bool) -> None:
+    world = running().world
+    if world is not None:
+        at, chosen, _ = pointer.checked(mask)
+        world.accessed(running(), pointer.memory, at[chosen], write)
+
+
+def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel", scope: str = "gpu") -> Value:
+    if scope != "gpu":
+        raise Fault(f"a sum of programs has the scope {scope}")
+    world = running().world
+    if world is not None and pointer.offset.layout is None:
+        at = int(pointer.checked(mask)[0])
+        return Value(scalar(world.count(running(), pointer.memory, at, int(value), sem)))
+    _touch(pointer, mask, write=True)
+    before = pointer.load(mask)
+    pointer.store(before + value, mask)
     return before
 
 
@@ -114,8 +145,8 @@ language = SimpleNamespace(
     static_assert=lambda condition, message="": None,
     program_id=lambda axis: Value(scalar(running().number if axis == 0 else 0)),
     num_programs=lambda axis: Value(scalar(running().programs if axis == 0 else 1)),
-    load=lambda pointer, mask=None, other=None, **_: pointer.load(mask, other),
-    store=lambda pointer, value, mask=None, **_: pointer.store(value, mask),
+    load=_load,
+    store=_store,
     atomic_add=_atomic_add,
     allocate_shared_memory=lambda dtype, shape, layout: running().allocate(dtype, shape, layout),
     warp_specialize=_specialize,
@@ -134,6 +165,7 @@ language = SimpleNamespace(
     arange=_arange,
     convert_layout=_convert,
     reshape=reshaped,
+    permute=lambda x, order: Value(x.value.permute(*order), ("permute", tuple(order), x.layout)),
     split=_split,
     join=_join,
     inline_asm_elementwise=_assembly,

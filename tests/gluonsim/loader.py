@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tests.gluonsim import language
 from tests.gluonsim.program import Descriptor, Program
 from tests.gluonsim.values import NAMES, Pointer, Value, scalar
+from tests.gluonsim.world import World
 
 GLUON = "triton.experimental.gluon"
 
@@ -51,11 +52,7 @@ class Kernel:
             for name, value in given.arguments.items():
                 constant = "constexpr" in str(self.signature.parameters[name].annotation)
                 given.arguments[name] = value if constant else _argument(value)
-            # Programs are independent of each other, so their order does not matter.
-            for number in range(grid[0]):
-                self.simulator.run_program(
-                    number, grid[0], num_warps, lambda: self.function(*given.args, **given.kwargs)
-                )
+            self.simulator.run_programs(grid[0], num_warps, lambda: self.function(*given.args, **given.kwargs))
 
         return launch
 
@@ -74,7 +71,8 @@ class Simulator:
     def __init__(self, edits: Sequence[Edit] = ()) -> None:
         self.edits, self.modules = edits, dict[str, ModuleType]()
         self.random = random.Random(0)
-        self.launched: list[Program] = []
+        self.resident = 0
+        """Programs that run at once; 0: they run one after the other."""
 
     @contextmanager
     def schedule(self, seed: int) -> Iterator[None]:
@@ -82,8 +80,19 @@ class Simulator:
         self.random = random.Random(seed)
         yield
 
-    def run_program(self, number: int, programs: int, warps: int, body: Callable[[], None]) -> None:
-        program = Program(number, programs, warps, self.random)
+    def run_programs(self, programs: int, warps: int, body: Callable[[], None]) -> None:
+        """One after the other, as most programs are independent of each other, or `resident` at once."""
+        if self.resident:
+            world = World(self.random, self.resident)
+            world.run(programs, lambda number: self._run_program(number, programs, warps, body, world))
+            return
+        for number in range(programs):
+            self._run_program(number, programs, warps, body)
+
+    def _run_program(
+        self, number: int, programs: int, warps: int, body: Callable[[], None], world: World | None = None
+    ) -> None:
+        program = Program(number, programs, warps, self.random, world)
         language.enter(program)
         try:
             body()

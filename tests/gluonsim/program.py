@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as real
 from tests.gluonsim.memory import Allocation, Barrier, Part, View
 from tests.gluonsim.scheduler import Fault, Scheduler
 from tests.gluonsim.values import DTYPES, Value
+from tests.gluonsim.world import World
 
 # Of an SM with compute capability 9.0: CUDA programming guide, table of technical specifications.
 SHARED_BYTES, REGISTERS, MOST_REGISTERS, BARRIERS = 227 * 1024, 65536, 255, 16
@@ -91,6 +92,8 @@ class Program:
     programs: int
     warps: int
     source: random.Random
+    world: World | None = None
+    """What it shares with programs that run at once; None: it runs alone."""
     scheduler: Scheduler = field(init=False)
     allocations: list[View] = field(default_factory=list)
     barriers: list[Barrier] = field(default_factory=list)
@@ -104,11 +107,13 @@ class Program:
     """By partition, the copies that it has not committed."""
     apart: set[int] = field(default_factory=set)
     """Partitions whose threads have waited for copies, each for its own, and have not met since."""
+    stored: dict[int, int] = field(default_factory=dict)
+    """By partition, what its threads have stored in global memory since they met: each knows of its own part alone."""
     knowledge: dict[int, int] = field(default_factory=lambda: {-1: 0})
     operations: int = 0
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.source)
+        self.scheduler = Scheduler(self.source) if self.world is None else self.world.scheduler
         self.registers = [MOST_REGISTERS]
 
     @property
@@ -121,12 +126,15 @@ class Program:
             raise Fault("a partition ends without waiting for its products and stores")
         if self.me in self.open or any(group.copies for group in self.groups[self.me]):
             raise Fault("a partition ends without waiting for its copies")
-        if self.me < 0 and self.scheduler.queues:
+        if self.me < 0 and any(queue[0] == id(self) for queue in self.scheduler.queues):
             raise Fault("the program ends while copies are under way")
 
+    def later(self, queue: object, event: Callable[[], None]) -> None:
+        self.scheduler.later((id(self), queue), event)
+
     def operation(self, known: bool = False) -> int:
-        """The number of a new operation; this partition knows at once that it has ended, or does not."""
-        self.operations += 1
+        """The number of a new operation; this partition knows at once that it has ended, or does not. Odd numbers are the world's."""
+        self.operations += 2
         if known:
             self.learn(1 << self.operations)
         return self.operations
@@ -206,7 +214,7 @@ class Program:
             into.end_filling(values)
             target.delivered(desc.block_type.nbytes, knowledge)
 
-        self.scheduler.later(object(), arrives)
+        self.later(object(), arrives)
         self.scheduler.pause()
 
     def load_rows(self, values: Tensor, into: View) -> None:
@@ -223,7 +231,7 @@ class Program:
             into.cells.dirty.fill_(owner + 2)
             group.under_way -= 1
 
-        self.scheduler.later(object(), arrives)
+        self.later(object(), arrives)
         self.scheduler.pause()
 
     def commit(self) -> None:
@@ -236,6 +244,7 @@ class Program:
     def meet(self) -> None:
         """All threads of this partition."""
         self.apart.discard(self.me)
+        self.learn(self.stored.pop(self.me, 0))
         self.scheduler.pause()
 
     def store_block(self, desc: Descriptor, at: Sequence[Any], source: View) -> None:
@@ -253,7 +262,7 @@ class Program:
             desc.tensor[there] = source.end_reading()[here]
             store.ended = True
 
-        self.scheduler.later(("stores", self.me), has_read)
+        self.later(("stores", self.me), has_read)
         self.scheduler.pause()
 
     def wait_for_stores(self, pending: int) -> None:
@@ -294,7 +303,7 @@ class Program:
                 total = total + (acc.result if isinstance(acc, Product) else acc.value)
             product.result = total
 
-        self.scheduler.later(("products", self.me), ends)
+        self.later(("products", self.me), ends)
         self.scheduler.pause()
         if asynchronous:
             return product

@@ -23,6 +23,7 @@ class _Partition(threading.Thread):
     def __init__(self, scheduler: Scheduler, number: int, body: Callable[[], None]) -> None:
         super().__init__(daemon=True)
         self.scheduler, self.number, self.body = scheduler, number, body
+        self.weight = scheduler.random.choice((0.1, 1.0, 1.0, 8.0))
         self.turn = threading.Semaphore(0)
         self.ready: Callable[[], bool] = _always
         self.ended = False
@@ -41,7 +42,7 @@ class _Partition(threading.Thread):
 
 
 class Scheduler:
-    """Runs the partitions of one program.
+    """Runs the partitions of one program, or of programs that an SM each runs at once (`tests.gluonsim.world`).
 
     Events of one queue happen in their order, as products of a warp group do; those of different queues in any. How eager events are, and
     how often each partition gets its turn, also follows from the seed: some faults show only if copies arrive late, others if they are early.
@@ -54,7 +55,6 @@ class Scheduler:
         self.failure: BaseException | None = None
         self.running: _Partition | None = None
         self.eager = source.choice((0.02, 0.2, 0.5, 0.95))
-        self.weights: list[float] = []
         self.ended = threading.Semaphore(0)
 
     @property
@@ -103,7 +103,7 @@ class Scheduler:
                 except Exception as failure:
                     self.failure = failure
             elif able:
-                chosen = self.random.choices(able, [self.weights[each.number] for each in able])[0]
+                chosen = self.random.choices(able, [each.weight for each in able])[0]
             elif all(each.ended for each in self.partitions):
                 break
             else:
@@ -116,27 +116,31 @@ class Scheduler:
         else:
             chosen.turn.release()
 
-    def run(self, bodies: Sequence[Callable[[], None]]) -> None:
-        """Runs the partitions to their end."""
-        self.partitions = []
-        for number, body in enumerate(bodies):
-            partition = _Partition(self, number, lambda: None)
-            partition.body = self._body(partition, body)
-            self.partitions.append(partition)
-        self.weights = [self.random.choice((0.1, 1.0, 1.0, 8.0)) for _ in bodies]
-        for partition in self.partitions:
+    def run(self, bodies: Sequence[Callable[[], None]], whole: bool = False) -> None:
+        """Runs partitions to their end; if a partition calls it, beside all others. `whole`: they are programs before they fork."""
+        started = [self._partition(-1 if whole else number, body) for number, body in enumerate(bodies)]
+        if self.running is not None:
+            self.partitions += started
+            for partition in started:
+                partition.start()
+            self.pause(lambda: all(each.ended for each in started))
+            self.partitions = [each for each in self.partitions if each not in started]
+            return
+        self.partitions = started
+        for partition in started:
             partition.start()
         self.go_on()
         self.ended.acquire()
-        for partition in self.partitions:
+        for partition in started:
             partition.join()
         self.running = None
         if self.failure is not None:
             raise self.failure
 
-    def _body(self, partition: _Partition, body: Callable[[], None]) -> Callable[[], None]:
+    def _partition(self, number: int, body: Callable[[], None]) -> _Partition:
         def run() -> None:
             self.running = partition
             body()
 
-        return run
+        partition = _Partition(self, number, run)
+        return partition

@@ -184,7 +184,7 @@ class Pointer:
 
     __radd__ = __add__
 
-    def _checked(self, mask: Any) -> tuple[Tensor, Tensor, Any]:
+    def checked(self, mask: Any) -> tuple[Tensor, Tensor, Any]:
         (at, chosen), layout = together(self.offset, True if mask is None else mask)
         at, chosen = torch.broadcast_tensors(at.to(torch.int64), chosen)
         wrong = chosen & ((at < 0) | (at >= self.memory.numel()))
@@ -193,7 +193,7 @@ class Pointer:
         return at, chosen, layout
 
     def load(self, mask: Any = None, other: Any = None) -> Value:
-        at, chosen, layout = self._checked(mask)
+        at, chosen, layout = self.checked(mask)
         if not self.memory.numel():
             found = self.memory.new_zeros(at.shape)
         else:
@@ -206,7 +206,7 @@ class Pointer:
         return Value(found, layout)
 
     def store(self, values: Any, mask: Any = None) -> None:
-        at, chosen, layout = self._checked(mask)
+        at, chosen, layout = self.checked(mask)
         (given,), own = together(values)
         if layout is not None and own is not None and layout != own:
             raise Fault(f"a value of layout {own} is stored at addresses of layout {layout}")

@@ -156,16 +156,44 @@ def test_hopper_alone_unless_the_environment_says_no(
         assert (_choice.backward_for(of_gradients) is _launch.backward) == served
 
 
-def test_the_environment_says_auto_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradients_in_one_pass_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its kernel serves, and passes its own check; the others are as ever."""
+    pytest.importorskip("triton", reason="needs triton")
+    from pdkernels.gluon import launch as _launch
+    from pdkernels.gluon import launch_one_pass as _one_pass
+
+    arguments, there = on_gpu((9, 0))
+    of_gradients = GradientArguments(arguments.q, None, arguments.q, arguments.q, arguments)
+    failing: set[Any] = set()
+    monkeypatch.setattr(_launch, "serves", lambda given: True)
+    monkeypatch.setattr(_launch, "serves_gradients", lambda given: True)
+    monkeypatch.setattr(_one_pass, "serves", lambda given: True)
+    monkeypatch.setattr(_choice, "passes", lambda given, kernel: kernel not in failing)
+    with there:
+        assert _choice.backward_for(of_gradients) is _launch.backward
+        monkeypatch.setenv(_choice.VARIABLE, "one-pass")
+        assert _choice.forward_for(arguments) is _launch.forward
+        assert _choice.backward_for(of_gradients) is _one_pass.backward
+        failing.add(_one_pass.backward)
+        assert _choice.backward_for(of_gradients) is _launch.backward
+        monkeypatch.setattr(_one_pass, "serves", lambda given: False)
+        failing.clear()
+        assert _choice.backward_for(of_gradients) is _launch.backward
+
+
+def test_the_environment_says_auto_0_or_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_choice.VARIABLE, "yes")
-    with pytest.raises(ValueError, match="PDKERNELS_GLUON must be auto or 0, got 'yes'"):
+    with pytest.raises(ValueError, match="PDKERNELS_GLUON must be auto, 0 or one-pass, got 'yes'"):
         _choice.enabled()
 
 
 def test_what_the_kernel_does_not_serve() -> None:
     pytest.importorskip("triton", reason="needs triton")
     from pdkernels.gluon.launch import serves
+    from pdkernels.gluon.launch_one_pass import serves as in_one_pass
 
+    of_heads = [GradientArguments(x.q, None, x.q, x.q, x) for x in (given(128), given(64), given(96))]
+    assert [in_one_pass(gradients) for gradients in of_heads] == [True, False, False]
     assert serves(given()) and serves(given(128, torch.bfloat16))
     assert not serves(given(96)) and not serves(given(64, torch.float32))
     plain = given()
