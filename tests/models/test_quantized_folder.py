@@ -264,7 +264,6 @@ REFUSED = [
     *[("gptq 4 of 32", change, words) for change, words in UNKNOWN],
     ("awq 32", {"version": "gemv"}, "version must be gemm, got 'gemv'"),
     ("awq 32", {"version": "marlin"}, "version must be gemm, got 'marlin'"),
-    ("awq 32", {"zero_point": False}, "zero_point must be True, got False"),
     ("awq 32", {"bits": 8}, "bits must be 4, got 8"),
     ("awq 32", {"group_size": 16}, "group_size must be -1 or a multiple of 32, got 16"),
     ("awq 32", {"backend": "llm-awq"}, "backend must be another than llm-awq"),

@@ -192,6 +192,18 @@ def _check_activations(fields: Fields) -> None:
         value = value.lower() if isinstance(value, str) else value
         if value not in allowed or type(value) is not type(allowed[0]):
             refuse(fields, name, f"be {allowed[0]}", value, _STATIC)
+    _refuse_shapes(fields, "token")
+    if fields.get("actorder") not in (None, False):
+        refuse(fields, "actorder", "be absent: activations have no order", fields.get("actorder"))
+
+
+def _refuse_shapes(fields: Fields, strategy: str) -> None:
+    """Sizes of other strategies, which the library refuses too."""
+    size = fields.get("group_size")
+    if strategy != "group" and size not in (None, -1):
+        refuse(fields, "group_size", f"be -1 or absent for the strategy {strategy}", size)
+    if "block_structure" in fields.values:
+        refuse(fields, "block_structure", f"be absent for the strategy {strategy}", fields.get("block_structure"))
 
 
 def _weights(fields: Fields, unpacked: bool) -> Compressed:
@@ -213,6 +225,7 @@ def _weights(fields: Fields, unpacked: bool) -> Compressed:
     strategy = str(fields.get("strategy") or inferred).lower()
     if strategy not in ("channel", "group", "tensor"):
         refuse(fields, "strategy", "be channel, group or tensor", strategy)
+    _refuse_shapes(fields, strategy)
     group = group_size(fields, "group_size", size) if strategy == "group" else 0
     if strategy == "group" and group == 0:
         check(False, OP, f"{fields.where}: group_size", "be a number of columns for the strategy group", shown(size))

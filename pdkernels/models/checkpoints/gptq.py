@@ -44,15 +44,15 @@ _MAKING = """
     act_data_type act_dynamic act_group_aware act_group_size act_sym amp autoround_version backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset
     disable_exllama do_fuse enable_minmax_tuning
     enable_norm_bias_tuning enable_quanted_input exllama_config fuse_max_seq_len gradient_accumulate_steps hyb_act iters low_gpu_mem_usage lr max_input_length meta minmax_lr model_file_base_name model_name_or_path
-    model_seqlen module_name_preceding_first_block modules_to_fuse mse nsamples offload_to_disk pad_token_id provider quant_block_list quant_method quantizer
+    model_seqlen module_name_preceding_first_block modules_to_fuse mse nsamples offload_to_disk pack_impl pad_token_id provider quant_block_list quant_method quantizer
     scale_dtype seqlen static_attention_granularity static_kv_granularity supported_types to_quant_block_names
     static_groups sym tokenizer true_sequential uri use_cuda_fp16 use_exllama
 """.split()
 _NAMES = {"bits": ("bits", "w_bit"), "group_size": ("group_size", "q_group_size")}
 _FORMATS = ("checkpoint_format", "format", "version")
 _FOLLOWED = """
-    act_bits bits checkpoint_format data_type desc_act dynamic extra_config format group_size is_marlin_format lm_head modules_in_block_to_quantize
-    modules_to_not_convert pack_dtype q_group_size regex_config rotation_configs static_attention_dtype static_kv_dtype super_bits super_group_size version
+    act_bits bits checkpoint_format data_type desc_act dynamic extra_config format group_size is_marlin_format lm_head method
+    modules_in_block_to_quantize modules_to_not_convert pack_dtype q_group_size regex_config rotation_configs static_attention_dtype static_kv_dtype super_bits super_group_size version
     w_bit zero_point
 """.split()
 
@@ -170,10 +170,7 @@ def read(fields: Fields, method: str) -> Scheme:
         ("desc_act", (True, False) if method == "gptq" else (False,)),
         ("is_marlin_format", (False,)),
         ("pack_dtype", ("int32",)),
-        (
-            "zero_point",
-            (True, False) if fields.get("provider") == "auto-round" else (True,),
-        ),  # it stores them either way
+        ("zero_point", (True, False)),  # the words of zeros are there either way, and decide
         ("data_type", ("int", "int_sym", "int_asym")),
         ("act_bits", (16, 32)),
         ("lm_head", (True, False)),
@@ -183,6 +180,9 @@ def read(fields: Fields, method: str) -> Scheme:
             value is one or (value == one and type(value) is str) for one in only
         ):
             refuse(fields, name, f"be {' or '.join(map(str, only))}", value)
+    alias = fields.get("method", method)  # GPTQModel writes it under two names
+    if str(alias).lower() != method:
+        refuse(fields, "method", f"be absent or {method}, the quant_method", alias)
     for name in ("dynamic", "extra_config", "regex_config"):
         if fields.get(name):
             refuse(fields, name, "be absent: all matrices have one format", fields.get(name))

@@ -15,6 +15,8 @@ from pdkernels.ops.quantized_weight import GROUP
 
 Role: TypeAlias = Literal["linear", "head", "embedding"]
 """What a matrix is to its model: a linear layer, the one before the logits, or a table of tokens."""
+CONFIG_FIELDS = ("quantization_config", "compression_config")
+"""Where a config.json describes quantised matrices. The second is an older name that compressed-tensors had."""
 FLOATS = ("float16", "bfloat16", "float32")
 WORDS = ("I32",)
 MATRIX = "matrix"

@@ -21,8 +21,8 @@ from typing_extensions import Buffer
 from pdkernels._quantized_formats import BLOCK, Layout, Quantized
 from pdkernels._validation import check, fail, message
 from pdkernels.models.architectures.packing import Stated
-from pdkernels.models.checkpoints.integers import refuse_others
-from pdkernels.models.files.fields import OP, Fields, read_from
+from pdkernels.models.checkpoints.integers import CONFIG_FIELDS, refuse_others
+from pdkernels.models.files.fields import OP, Fields, read_from, some
 from pdkernels.models.files.folder import Weights
 from pdkernels.models.files.layout import Layout as Tensors
 from pdkernels.models.files.layout import Stored
@@ -91,10 +91,17 @@ def from_gguf(
 
 def describes(fields: Fields) -> bool:
     """Whether a config.json says that experts are stored so. What it says beside that must change nothing."""
-    config = fields.part("quantization_config")
+    config = fields.part(CONFIG_FIELDS[0])
     if config.get("quant_method") != METHOD:
         return False
     refuse_others(config, ("quant_method", "modules_to_not_convert", "dequantize"))
+    check(
+        CONFIG_FIELDS[1] not in fields.values,
+        OP,
+        "config.json",
+        "describe quantised matrices once",
+        some(CONFIG_FIELDS),
+    )
     return True
 
 

@@ -12,21 +12,25 @@ from pdkernels import _memory
 from pdkernels._validation import check, fail, message
 from pdkernels.models.architectures.packing import Stated
 from pdkernels.models.checkpoints import compressed, gptq
-from pdkernels.models.checkpoints.integers import Format, Integers, Role, Scheme, refuse
+from pdkernels.models.checkpoints.hf_language import language_fields
+from pdkernels.models.checkpoints.integers import CONFIG_FIELDS, Format, Integers, Role, Scheme, refuse
 from pdkernels.models.files.fields import OP, Fields, read_from, some
 from pdkernels.models.files.folder import Weights
 from pdkernels.models.files.layout import DTYPES, Layout, Parts, Stored
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
 METHODS = (*gptq.METHODS, compressed.METHOD)
-FIELDS = ("quantization_config", "compression_config")
-"""The second is an older name that compressed-tensors had."""
+FIELDS = CONFIG_FIELDS
 _ROLES: dict[str, Role] = {"embedding": "embedding", "layer_embedding": "embedding", "head": "head"}
 _REMEDY = "Load a GGUF file or a checkpoint of numbers, which pd.quantize packs."
 
 
 def scheme_of(fields: Fields) -> Scheme | None:
     """What a config.json says of quantised matrices; None: there are none."""
+    text = language_fields(fields)
+    inner = next((name for name in FIELDS if text is not fields and name in text.values), None)
+    if inner is not None:
+        refuse(text, inner, "be absent: the outer config says what is quantised", text.get(inner))
     names = [name for name in FIELDS if name in fields.values]
     check(len(names) < 2, OP, "config.json", "describe quantised matrices once", some(names))
     if not names:
