@@ -7,6 +7,7 @@ neither embedding nor head, and count the layers of the target from its first la
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pdkernels._validation import check
@@ -26,6 +27,8 @@ from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
 from pdkernels.models.files.folder import Weights
 from pdkernels.models.files.layout import Layout, Parts
 
+_MOST_POSITIONS = 2**31 - 1
+
 
 def describes(fields: Fields) -> bool:
     """Whether a config.json is that of a head that fills blocks."""
@@ -42,8 +45,14 @@ _FIELDS = (
     "sample_from_anchor",
 )
 _RELEASED = ("mask_token_id", "target_layer_ids", "block_size")
-_NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": 0, "is_causal": False}
-"""What the code of released checkpoints reads besides, and the values that change nothing."""
+_NEUTRAL = {
+    "input_embedding_scale": 1,
+    "output_multiplier": 1,
+    "logit_scale": 1,
+    "final_logit_softcapping": 0,
+    "is_causal": False,
+}
+"""What the code of released checkpoints, or vLLM, reads besides, and the values that change nothing."""
 
 
 def _checked_fields(fields: Fields, head_fields: Fields, published: bool, kind: str, layers: int) -> None:
@@ -72,11 +81,13 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     if published and any(name in section.values for section in (fields, head_fields) for name in OWN_FIELDS[DFLASH2]):
         kind = DFLASH2
     _checked_fields(fields, head_fields, published, kind, sizes.layers)
-    # The layers are those of Qwen3, whatever model the sizes were taken from.
-    # Their blocks see themselves whole, and what is said of that is checked above.
-    sizes_of_layers = {name: value for name, value in inner.given.items() if name != "is_causal"}
-    body_fields = {**DEFAULTS["qwen3"], **sizes_of_layers, "model_type": "qwen3", "tie_word_embeddings": False}
+    body_fields = _layer_fields(inner)
     body = from_hf_config(body_fields)
+    whole_blocks = fields.flag("sliding_window_non_causal", kind == DFLASH2)
+    if not (any(body.windows) or whole_blocks or published):
+        # Rows of a block see none after them in layers with a window, also with one that is longer than all texts.
+        unbounded = from_hf_config({**body_fields, "max_position_embeddings": _MOST_POSITIONS})
+        body = replace(body, windows=unbounded.windows)
     # What a window means for a block is for the attention library to say that runs the published code.
     expectation = "be full_attention alone without a speculators_model_type"
     demand(not (any(body.windows) and published), "layer_types", expectation, shown(inner.get("layer_types")))
@@ -101,9 +112,25 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
             sample_from_anchor=fields.flag("sample_from_anchor", kind == DSPARK),
             own_embedding="embed_tokens.weight" in weights.stored,
             own_head=any(name.startswith("lm_head.") for name in weights.stored),
-            whole_blocks=any(body.windows) and fields.flag("sliding_window_non_causal", kind == DFLASH2),
+            whole_blocks=any(body.windows) and whole_blocks,
             **dflash_kinds.own_options(kind, merged),
         )
+
+
+def _layer_fields(inner: Fields) -> dict[str, Any]:
+    """What `from_hf_config` reads of the layers, which are those of Qwen3, also where the class of their sizes is
+    Llama's."""
+    family = inner.get("model_type", "qwen3")
+    demand(family in DEFAULTS, "model_type", f"be one of {', '.join(DEFAULTS)}", shown(family))
+    # Their blocks see themselves whole, and what is said of that is checked before.
+    sizes = {name: value for name, value in inner.given.items() if name != "is_causal"}
+    if family == "llama":  # whose sizes of heads follow from others
+        heads = inner.integer("num_attention_heads", DEFAULTS[family]["num_attention_heads"])
+        width = inner.integer("hidden_size", DEFAULTS[family]["hidden_size"]) // heads
+        for name, default in (("num_key_value_heads", heads), ("head_dim", width)):
+            sizes[name] = inner.values.get(name, default)
+        sizes = {"max_position_embeddings": 2048, **sizes}
+    return {**DEFAULTS[family], **sizes, "model_type": "qwen3", "tie_word_embeddings": False}
 
 
 def _taps(fields: Fields, name: str, layers: int, published: bool) -> tuple[int, ...]:

@@ -41,15 +41,25 @@ from pdkernels.ops.quantized_weight import QuantizedWeight
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _FIRST_NORM = "midlayer.input_layernorm.weight"
+_TAPS, _EAGLE_CONFIG = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 _FIELDS = (
     "draft_vocab_size",
     "norm_before_residual",
     "target_hidden_size",
-    "eagle_aux_hidden_state_layer_ids",
+    _TAPS,
     "norm_before_fc",
     "fc_norm",
     "norm_output",
 )
+_NEUTRAL = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+"""Of eagle_config: the heads that are computed here."""
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's, which only training reads."""
 
@@ -272,6 +282,7 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
                 "an EAGLE-1 or EAGLE-2 head."
             )
         demand(published, "architectures", "be those of an EAGLE-3 head (midlayer.*)", shown(names))
+        _check_published(fields)
         inner, family = fields, fields.get("model_type", "llama")
     demand(family in DEFAULTS, "model_type", f"be one of {', '.join(DEFAULTS)}", shown(family))
     # A head has no embedding to tie: where it has none, it reads the target's.
@@ -305,10 +316,24 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
     return config, "midlayer." if published else "layers.0."
 
 
+def _check_published(fields: Fields) -> None:
+    """Refuses what other programs read in the config.json of a head without a speculators_model_type, but for values
+    that change nothing."""
+    inner = fields.part(_EAGLE_CONFIG)
+    for name, value in inner.values.items():
+        if name not in (_TAPS, "parallel_draft_heads_num_layers"):
+            neutral = _NEUTRAL.get(name)
+            expectation = "be absent: what it means is not known here" if neutral is None else f"be absent or {neutral}"
+            demand(
+                neutral is not None and value == neutral, f"{_EAGLE_CONFIG}: {shown(name)}", expectation, shown(value)
+            )
+    demand(fields.number("logit_scale", 1, null=1) == 1, "logit_scale", "be absent or 1", fields.get("logit_scale"))
+
+
 def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
     """Layers of the target, whose inputs are read; by default those of EAGLE's code."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    holder = fields if name in fields.values else fields.part("eagle_config")
+    name = _TAPS
+    holder = fields if name in fields.values else fields.part(_EAGLE_CONFIG)
     layers_read = holder.values.get(name, [2, layers // 2, layers - 3])
     valid = (
         isinstance(layers_read, list)
@@ -358,7 +383,7 @@ def _written(config: EagleConfig, dtype: str, target: str, tokens: int) -> Mappi
         "speculators_version": "0.9.0",
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        _TAPS: list(config.taps),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
