@@ -86,9 +86,9 @@ def create_app(
     drafters: Mapping[str, Any] | None = None,
     allow_unload: bool = False,
 ) -> FastAPI:
-    """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`,
-    `/v1/tokenize`, `/v1/detokenize`, `/v1/models` (an adapter there can be deleted), `/health`, `/metrics`, `/openapi.json`, and a
-    page at `/`.
+    """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`, counts of
+    the tokens of the last two, `/v1/tokenize`, `/v1/detokenize`, `/v1/models` (an adapter there can be deleted), `/health`,
+    `/metrics`, `/openapi.json`, and a page at `/`.
 
     Args:
         engine: closed when the application ends.

@@ -20,7 +20,7 @@ from pdkernels.serve.choices import Choice, Rest
 from pdkernels.serve.errors import Refused, in_http_words, shown
 from pdkernels.serve.forms import Asked, asked_grammar
 from pdkernels.serve.infill import infilled
-from pdkernels.serve.messages import plain
+from pdkernels.serve.messages import check_function, plain
 from pdkernels.serve.options import MethodSettings
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 from pdkernels.serve.tools import Reading, asked_calls, asked_reading, source_of
@@ -117,6 +117,8 @@ class Frontend:
 
     def prompt(self, body: ChatRequest, source: str) -> list[int]:
         """The tokens of a chat, up to the beginning of the answer, by the template with this source."""
+        for number, tool in enumerate(body.tools or []):
+            check_function(tool.function.model_extra or {}, source, f"tools.{number}.function")
         tools = [tool.shown() for tool in body.tools or []] if body.tool_choice != "none" else []
         variables = {
             **_effort(body, source),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pdkernels._json import parsed_json
 from pdkernels.models.text.chat import asks_for_content
-from pdkernels.serve.errors import Refused, shown
+from pdkernels.serve.errors import Refused, clipped, shown
 from pdkernels.serve.json_text import read_json
 
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Fields of messages beside their contents."""
+CACHED = ("cache_control", "prompt_cache_breakpoint")
+"""Fields of parts that say what may be kept for later requests. They change no text."""
+_UNSHOWN = ("audio", "refusal")
+"""Fields of an answer's message that few templates show."""
 _READS_FUNCTION_CALL = re.compile(r"""(\.|["'])function_call\b""")
 """What a template that shows such a field has: as an attribute or as a key."""
 
@@ -49,6 +53,9 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
                 )
             made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
             called |= {call.get("id") or "": call["function"]["name"] for call in made["tool_calls"]}
+        for field in _UNSHOWN:
+            if message.get(field) and field not in template:
+                raise Refused(f"the chat template of this model does not show {field}", 400, f"{where}.{field}")
         if message.get("function_call") and not _READS_FUNCTION_CALL.search(template):
             fault = "the chat template of this model does not show function_call, which tool_calls have replaced"
             raise Refused(fault, 400, f"{where}.function_call")
@@ -74,6 +81,32 @@ def part(item: Mapping[str, Any], name: str, place: str, kind: Any, default: Any
         words = "text" if kind is str else "an object"
         raise Refused(f"{place}.{name} must be {words}, got {shown(value)}", 400, f"{place}.{name}")
     return value
+
+
+def check_fields(item: Mapping[str, Any], names: Collection[str], place: str) -> None:
+    """Refuses what a client sends beside fields with these names; null asks for nothing.
+
+    >>> check_fields({"type": "text", "text": "a", "title": None}, ("type", "text"), "input.0")
+
+    Raises:
+        Refused: there is another field.
+    """
+    for name, value in item.items():
+        if name not in names and value is not None:
+            where = f"{place}.{clipped(name, 60)}"
+            raise Refused(f"{where} is not supported here", 400, where)
+
+
+def check_function(fields: Mapping[str, Any], template: str, place: str) -> None:
+    """Refuses fields of a function that the template does not name, such as one that is misspelt. What a function
+    returns is shown with it by templates that show the whole.
+
+    Args:
+        fields: beside those that every template knows.
+        template: its source.
+        place: of the function.
+    """
+    check_fields(fields, [name for name in fields if name == "return" or name in template], place)
 
 
 def arguments_of(arguments: Any, place: str) -> dict[str, Any]:
@@ -117,10 +150,11 @@ def _text(message: Mapping[str, Any], place: str, template: str) -> str | None:
     if not isinstance(content, list):
         raise Refused(f"{place} must be text or a list of parts", 400, place)
     texts = []
-    for part in content:
+    for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise Refused(f"{place}: a part of type {shown(kind)} is not supported; only text is", 400, place)
+        check_fields(part, ("type", "text", *CACHED), f"{place}.{number}")
         texts.append(part["text"])
     return "".join(texts)
 

@@ -19,7 +19,7 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import NO_THREAD, Refused, error_body, renamed, shown
 from pdkernels.serve.gate import told
-from pdkernels.serve.messages import handed_on, part
+from pdkernels.serve.messages import CACHED, check_fields, handed_on, part
 from pdkernels.serve.schema import (
     LONGEST,
     TO_FIRST,
@@ -43,6 +43,13 @@ _FIELDS = {
     "thinking_token_budget": "thinking.budget_tokens",
 }
 """What fields of a chat are called here."""
+_BLOCKS = {
+    "text": ("type", "text", "citations"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error"),
+    "thinking": ("type", "thinking", "signature"),
+    "tool_use": ("type", "id", "name", "input", "caller"),
+}
+"""Fields of blocks. What an answer quoted, who has called, and a signature are sent back with it and change no text."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -193,14 +200,17 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         where, role, content = f"messages.{place}", message.get("role"), message.get("content")
         if role not in ("user", "assistant"):
             raise Refused(f"{where}.role must be 'user' or 'assistant', got {shown(role)}", 400, f"{where}.role")
+        check_fields(message, ("role", "content"), where)
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise Refused(f"{where}.content must be text or a list of blocks", 400, f"{where}.content")
         chat_message: dict[str, Any] = {"role": role, "content": ""}
         for number, block in enumerate(blocks):
             at, kind = f"{where}.content.{number}", block.get("type")
+            if kind in _BLOCKS:
+                check_fields(block, (*_BLOCKS[kind], *CACHED), at)
             if kind == "text":
-                chat_message["content"] += _text([block], at)
+                chat_message["content"] += _block_text(block, at)
             elif kind == "tool_result" and role == "user":
                 result = block.get("content")
                 answer = "" if result is None else _text(result, f"{at}.content")
@@ -226,12 +236,17 @@ def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     texts = list[str]()
-    for block in content if isinstance(content, list) else [content]:
-        kind, text = (block.get("type"), block.get("text")) if isinstance(block, Mapping) else (None, None)
-        if kind != "text" or not isinstance(text, str):
-            raise Refused(f"{place}: a block of type {shown(kind)} is not supported; only text is", 400, place)
-        texts.append(text)
+    for number, block in enumerate(content if isinstance(content, list) else [content]):
+        texts.append(_block_text(block, place))
+        check_fields(block, (*_BLOCKS["text"], *CACHED), f"{place}.{number}")
     return "".join(texts)
+
+
+def _block_text(block: Any, place: str) -> str:
+    kind, text = (block.get("type"), block.get("text")) if isinstance(block, Mapping) else (None, None)
+    if kind != "text" or not isinstance(text, str):
+        raise Refused(f"{place}: a block of type {shown(kind)} is not supported; only text is", 400, place)
+    return text
 
 
 class _Writer:

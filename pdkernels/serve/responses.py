@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -20,8 +20,9 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import Refused, renamed, shown
 from pdkernels.serve.gate import Escaped, told
+from pdkernels.serve.items import messages_of
 from pdkernels.serve.json_text import written_json
-from pdkernels.serve.messages import arguments_of, handed_on, part
+from pdkernels.serve.messages import handed_on
 from pdkernels.serve.schema import (
     LONGEST,
     TO_FIRST,
@@ -81,21 +82,16 @@ class _Chosen(Strict):
     name: str
 
 
-class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
-    """The body of `/v1/responses`."""
+class InputRequest(Strict):
+    """The body of `/v1/responses/input_tokens`."""
 
+    model: str
     input: Annotated[
         Annotated[str, Field(min_length=1)] | Annotated[ObjectList, Field(min_length=1)],
         one_of("a text or a list of items, not empty"),
     ]
     instructions: Annotated[str | None, InUnicode] = None
     previous_response_id: str | None = None
-    store: Flag = True
-    """Whether it can be named as `previous_response_id`, and be read again."""
-    background: Literal[False] = False
-    stream_options: Unpadded | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
-    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     tools: Annotated[list[_Tool], TO_FIRST, LONGEST] | None = None
     tool_choice: Annotated[
         Literal["auto", "none", "required"] | _Chosen | None,
@@ -104,15 +100,11 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
     parallel_tool_calls: Flag | None = None
     text: _Text = _Text()
     reasoning: _Reasoning | None = None
-    metadata: Metadata | None = None
     truncation: Literal["disabled"] | None = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], TO_FIRST] | None = None  # `_ENCRYPTED`
-    """A thought is part of its item, which can be sent back: nothing is encrypted."""
-    thinking_token_budget: Annotated[Integer, Field(ge=0)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
-        """The same as a chat, after the messages of an earlier one."""
+    def chat(self, before: list[dict[str, Any]], **extra: Any) -> ChatRequest:
+        """The same as a chat, after the messages of an earlier one, with `extra` fields."""
         chat_fields = {**{name: getattr(self, name) for name in self.model_fields_set & _SHARED}, "model": self.model}
         messages = [*before, *messages_of(self.input)]
         if self.instructions is not None:
@@ -131,10 +123,28 @@ class ResponseRequest(OneAnswer, Common):  # type: ignore[misc]
             chat_fields["response_format"] = {"type": kind, **({"json_schema": schema} if schema else {})}
         if self.reasoning is not None:
             chat_fields["reasoning_effort"] = self.reasoning.effort
+        return ChatRequest(messages=messages, **chat_fields, **extra)
+
+
+class ResponseRequest(InputRequest, OneAnswer, Common):  # type: ignore[misc]
+    """The body of `/v1/responses`."""
+
+    store: Flag = True
+    """Whether it can be named as `previous_response_id`, and be read again."""
+    background: Literal[False] = False
+    stream_options: Unpadded | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    metadata: Metadata | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], TO_FIRST] | None = None  # `_ENCRYPTED`
+    """A thought is part of its item, which can be sent back: nothing is encrypted."""
+    thinking_token_budget: Annotated[Integer, Field(ge=0)] | None = None
+
+    def chat(self, before: list[dict[str, Any]], **extra: Any) -> ChatRequest:
+        """The same as a chat."""
         if self.stream_options is not None:
-            chat_fields["stream_options"] = self.stream_options.model_dump()
-        chat_fields["max_completion_tokens"] = self.max_output_tokens
-        return ChatRequest(messages=messages, **chat_fields)
+            extra["stream_options"] = self.stream_options.model_dump()
+        return super().chat(before, max_completion_tokens=self.max_output_tokens, **extra)
 
 
 _SHARED = ChatRequest.model_fields.keys() - {"tools", "tool_choice", "metadata", "store", "stream_options"}
@@ -152,68 +162,6 @@ _FIELDS = {
 
 def _without(model: Strict, name: str, by_alias: bool = False) -> dict[str, Any]:
     return model.model_dump(exclude_none=True, by_alias=by_alias, exclude={name})
-
-
-def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat from the items of an input. What the model has thought, said and called becomes one
-    message.
-
-    >>> call = {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"}
-    >>> [message["role"] for message in messages_of([{"role": "user", "content": "Hi"}, call])]
-    ['user', 'assistant']
-
-    Raises:
-        Refused: items of a kind that is not known here.
-    """
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    messages = list[dict[str, Any]]()
-    for place, item in enumerate(items):
-        where, kind = f"input.{place}", item.get("type", "message")
-        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if kind == "message":
-            content, role = _content(item.get("content"), f"{where}.content"), part(item, "role", where, str)
-            if role == "assistant" and last is not None and last.keys() <= {"role", "reasoning_content"}:
-                last["content"] = content
-            else:
-                messages.append({"role": role, "content": content})
-        elif kind == "reasoning":
-            field = "summary" if item.get("content") in (None, []) else "content"
-            contents = [] if item.get(field) is None else item[field]
-            messages.append({"role": "assistant", "reasoning_content": _content(contents, f"{where}.{field}")})
-        elif kind == "function_call":
-            function = {"name": part(item, "name", where, str), "arguments": part(item, "arguments", where, str, "{}")}
-            arguments_of(function["arguments"], f"{where}.arguments")
-            if last is None:
-                last = {"role": "assistant"}
-                messages.append(last)
-            call = {"id": part(item, "call_id", where, str), "type": "function", "function": function}
-            last.setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            content = _content(item.get("output"), f"{where}.output")
-            call_id = part(item, "call_id", where, str)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        else:
-            raise Refused(f"{where}: an item of type {shown(kind)} is not supported here", 400, where)
-    for message in messages:
-        if message["role"] == "assistant" and "content" not in message:
-            message["content"] = None if message.get("tool_calls") else ""
-    return messages
-
-
-def _content(content: Any, place: str) -> str:
-    """The text of an item."""
-    if isinstance(content, str):
-        return content
-    texts = list[str]()
-    for block in content if isinstance(content, list) else [content]:
-        kind, text = (block.get("type"), block.get("text")) if isinstance(block, Mapping) else (None, None)
-        if kind not in ("input_text", "output_text", "text", "reasoning_text", "summary_text") or not isinstance(
-            text, str
-        ):
-            raise Refused(f"{place}: a part of type {shown(kind)} is not supported; only text is", 400, place)
-        texts.append(text)
-    return "".join(texts)
 
 
 class Stored(NamedTuple):
@@ -420,6 +368,14 @@ def add_responses(app: FastAPI, service: Service) -> None:
         if body.stream:
             return Stream(writer.events(), answer.cancel)
         return await service.whole(request, answer, writer.whole())
+
+    @app.post("/v1/responses/input_tokens")
+    async def count(body: InputRequest) -> dict[str, Any]:
+        with renamed(_FIELDS):
+            chat = await in_thread(body.chat, store.messages(body.previous_response_id))
+        with renamed(_FIELDS, inside=False):
+            tokens = len(await in_thread(service.front.chat_tokens, chat))
+        return {"object": "response.input_tokens", "input_tokens": tokens}
 
     @app.api_route("/v1/responses/{response_id}", methods=["GET", "HEAD"])
     async def response(response_id: str, request: Request) -> Response:

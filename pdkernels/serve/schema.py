@@ -250,7 +250,7 @@ class ResponseFormat(Strict):
 
 
 class Function(Strict):
-    """A function that a model may call. Templates may show further fields of it."""
+    """A function that a model may call. Templates may name further fields of it."""
 
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]

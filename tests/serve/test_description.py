@@ -24,6 +24,7 @@ def test_every_route_is_described(asked: Any) -> None:
     for path in (
         *STREAMING,
         "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
         "/v1/tokenize",
         "/v1/detokenize",
         "/v1/models",

@@ -24,11 +24,11 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from fastapi.testclient import TestClient
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 
 from pdkernels.serve import create_app
 from pdkernels.serve.messages_api import CountRequest, MessagesRequest
-from pdkernels.serve.responses import ResponseRequest
+from pdkernels.serve.responses import InputRequest, ResponseRequest
 from pdkernels.serve.schema import ChatRequest, CompletionRequest
 from pdkernels.serve.tokenizing import DetokenizeRequest, TokenizeRequest
 from tests.serve.clients import Chatting
@@ -40,6 +40,7 @@ TEMPLATE = (
 )
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/v1/tokenize", "/v1/detokenize"
+INPUT = "/v1/responses/input_tokens"
 PROMPT = "import os\nimport sys\n" * 4
 ASKED = [{"role": "user", "content": PROMPT}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -48,12 +49,13 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": "tiny", "input": PROMPT, "max_output_tokens": 8, "temperature": 0},
     MESSAGES: {"model": "tiny", "messages": ASKED, "max_tokens": 8, "temperature": 0},
     COUNT: {"model": "tiny", "messages": ASKED},
+    INPUT: {"model": "tiny", "input": PROMPT},
     TOKENIZE: {"model": "tiny", "messages": ASKED},
     DETOKENIZE: {"model": "tiny", "tokens": [97, 98]},
 }
 OURS: dict[str, Any] = {
     CHAT: ChatRequest, TEXT: CompletionRequest, RESPONSES: ResponseRequest, MESSAGES: MessagesRequest, COUNT: CountRequest,
-    TOKENIZE: TokenizeRequest, DETOKENIZE: DetokenizeRequest,
+    INPUT: InputRequest, TOKENIZE: TokenizeRequest, DETOKENIZE: DetokenizeRequest,
 }  # fmt: skip
 THEIRS: dict[str, list[Any]] = {
     CHAT: [chat_create_params.CompletionCreateParamsNonStreaming, chat_create_params.CompletionCreateParamsStreaming],
@@ -70,6 +72,7 @@ THEIRS: dict[str, list[Any]] = {
         message_create_params.MessageCreateParamsStreaming,
     ],
     COUNT: [message_count_tokens_params.MessageCountTokensParams],
+    INPUT: [input_token_count_params.InputTokenCountParams],
     TOKENIZE: [],
     DETOKENIZE: [],
 }
@@ -171,6 +174,13 @@ TABLE: dict[str, dict[str, Row]] = {
     },
     MESSAGES: {},
     COUNT: {},
+    INPUT: {
+        "model": refused("another"), "input": followed("x"), "instructions": followed("Be kind."), "previous_response_id": refused("resp_1"),
+        "tools": followed([FLAT]), "tool_choice": followed("none", tools=[FLAT]), "parallel_tool_calls": taken(False),
+        "text": taken({"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}, refused={"format": {"type": "text", "name": "s"}}),
+        "reasoning": followed({"effort": "low"}), "truncation": taken("disabled", refused="auto"), "chat_template_kwargs": followed({"enable_thinking": True}),
+        "conversation": refused("conv_1"), "personality": refused("friendly"),
+    },
     TOKENIZE: {
         "model": refused("another"), "prompt": followed("x", messages=None), "messages": followed([{"role": "user", "content": "x"}]),
         "add_special_tokens": refused(True), "return_token_strs": followed(True), "add_generation_prompt": followed(False),
