@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pdkernels.decoding.signatures import Generate
 
 _OP = "decoding.generate"
+_NAMED = "Write max_new_tokens=5, not 5."
 ARGUMENTS = ("params", "on_tokens", "trace", "overflow", "infill")
 """Arguments of `generate` that are neither settings nor options of a method."""
 
@@ -102,6 +103,7 @@ def _documented(function: Callable[..., DecodeResult[Any, Any]]) -> Generate:
     keyword = inspect.Parameter.KEYWORD_ONLY
     settings = [inspect.Parameter(name, keyword, default=setting.default) for name, setting in SETTINGS.items()]
     *arguments, options = inspect.signature(function).parameters.values()
+    arguments = [argument for argument in arguments if argument.name != "unnamed"]  # it is there to be refused
     function.__signature__ = inspect.Signature([*arguments, *settings, options])  # type: ignore[attr-defined]
     if function.__doc__:
         lines = ["Settings:"]
@@ -123,7 +125,7 @@ def generate(
     model: Any,
     prompt: Prompts,
     method: str | Method = "autoregressive",
-    *,
+    *unnamed: Any,
     params: SamplingParams | None = None,
     on_tokens: OnTokens | None = None,
     trace: bool = False,
@@ -179,6 +181,7 @@ def generate(
         (True, True)
     """
     chosen = method if isinstance(method, Method) else find(method)
+    check_type(not unnamed, _OP, "options", "be named", f"{len(unnamed)} after the method", _NAMED)
     check_language_model(_OP, model)
     params = completed(_OP, take_params(_OP, params, options), model)
     prepared = prepare(model, prompt, chosen, params, options, on_tokens, trace, overflow, infill)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,3 +69,11 @@ def test_draws_equal_those_of_the_reference_and_of_speculation(temperature: floa
 def test_sampling_options_are_checked() -> None:
     with pytest.raises(ValueError, match="decoding.generate: temperature must be finite and at least 0, got -1"):
         generate(small_transformer(6), [1], temperature=-1)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "jacobi"])
+def test_options_are_named(method: str) -> None:
+    words = r"^pdkernels\.decoding\.generate: options must be named, got 2 after the method\. Write max_new_tokens=5, not 5\.$"
+    with pytest.raises(TypeError, match=words):
+        generate(small_transformer(0), [1, 2], method, 5, 4)  # type: ignore[call-overload]
+    assert "unnamed" not in inspect.signature(generate).parameters
