@@ -195,3 +195,66 @@ def test_the_table_has_the_keys_that_are_asked_for(tmp_path: Path, monkeypatch: 
     models.load(tmp_path / "m.gguf")
     models.load(gguf_diffusion.write_both(tmp_path, "llada2"))
     assert asked == set(gguf_keys.ABSENT)
+
+
+# ---- every key that the package gguf knows, beside llama.cpp b11549
+
+IGNORED = set(
+    """
+    activation_sparsity_scale altup.active_idx altup.num_inputs attention.decay_lora_rank attention.gate_lora_rank attention.group_norm_epsilon attention.group_norm_groups
+    attention.iclr_lora_rank attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k attention.key_length_mla attention.kv_lora_rank
+    attention.layer_norm_epsilon attention.output_scale attention.q_lora_rank attention.relative_buckets_count attention.shared_kv_layers attention.sliding_window_pattern
+    attention.temperature_length attention.value_length_mla attention.value_residual_mix_lora_rank attn_logit_softcapping classifier.output_labels convnext.block_count
+    convnext.embedding_length decoder_block_count decoder_start_token_id embedding_length_out embedding_length_per_layer_input expert_chunk_feed_forward_length
+    expert_feed_forward_length expert_group_scale expert_group_used_count experts_per_group features_length final_logit_softcapping full_attention_interval kda.head_dim
+    moe_every_n_layers moe_latent_size n_deepstack_layers pooling_type posnet.block_count posnet.embedding_length rescale_every_n_layers rope.dimension_sections
+    rope.freq_base_swa rope.scaling.alpha rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    router_logit_softcapping shortconv.l_cache ssm.conv_kernel ssm.dt_b_c_rms ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank swiglu_clamp_exp
+    swiglu_clamp_shexp swin_norm tensor_data_layout time_decay_extra_dim time_mix_extra_dim token_shift_count vocab_size wkv.head_size {dense}_feat_in {dense}_feat_out
+    """.split()
+)
+"""Keys that change no logits, here and in llama.cpp: they are for other architectures, or for a scaling that the file does not name. It refuses
+values of another type."""
+
+
+def known_keys() -> list[str]:
+    """Those of an architecture, without its name."""
+    keys: set[str] = set(gguf_keys.UNSUPPORTED)
+    holders: list[Any] = [files.gguf.constants.Keys]
+    for holder in holders:
+        for name, value in vars(holder).items():
+            if isinstance(value, type):
+                holders.append(value)
+            elif not name.startswith("_") and isinstance(value, str) and "{arch}." in value:
+                keys.add(value.removeprefix("{arch}."))
+    return sorted(keys)
+
+
+@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2", "qwen3moe"))])  # fmt: skip
+def test_every_key_is_followed_or_refused_by_name_unless_llama_cpp_ignores_it(family: str, tmp_path: Path) -> None:
+    """A gguf with a new key fails here until someone has looked what llama.cpp does with it."""
+    fields, tokens = {**files.FAMILIES, "qwen3moe": QWEN3MOE}[family], torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    state = files.random_checkpoint(fields, dtype=torch.float32)
+    files.write_gguf(tmp_path / "m.gguf", fields, state)
+    plain, ignored = models.load(tmp_path / "m.gguf", packed=False)(tokens), set[str]()
+    for key in known_keys():
+        seen = []
+        for value in (3, 0.5):
+            files.write_gguf(tmp_path / "m.gguf", fields, state, more={key: value})
+            try:
+                logits = models.load(tmp_path / "m.gguf", packed=False)(tokens)
+            except (ValueError, NotImplementedError) as error:
+                sizes = ("block_count", "length", "count", "dimension")
+                assert key.rpartition(".")[2] in str(error) or any(name in key for name in sizes), error
+                continue
+            seen.append(torch.equal(logits, plain))
+        ignored |= {key} if seen == [True, True] else set()
+    assert ignored == IGNORED - ({"expert_feed_forward_length"} if family == "qwen3moe" else set())
+
+
+@pytest.mark.parametrize("key", ["expert_count", "expert_used_count"])
+def test_experts_of_an_architecture_without(key: str, tmp_path: Path) -> None:
+    """llama.cpp ends there; Gemma's files, and hybrid ones, were read as if they had none."""
+    test_gemma3.written(tmp_path / "m.gguf", keys={key: 3})
+    with pytest.raises(NotImplementedError, match=rf"gemma3\.{key} must be 0, got 3"):
+        models.load(tmp_path / "m.gguf")

@@ -46,6 +46,8 @@ from pdkernels.ops.quantized_weight import GGUF_FORMATS, QuantizedWeight
 
 _MOE, _OLMO, _GPT_OSS = "qwen3moe", "olmo2", "gpt-oss"
 _LLADA_MOE = gguf_diffusion.LLADA_MOE
+_MIXTURES = (_MOE, _GPT_OSS, _LLADA_MOE, gguf_diffusion.LLADA2, gemma4_gguf.GGUF)
+"""Architectures with experts."""
 ARCHITECTURES = ("llama", "qwen2", "qwen3", _MOE, _OLMO, _GPT_OSS, *gguf_diffusion.ARCHITECTURES)
 _GEMMA = {gemma2.GGUF: gemma2.from_keys, gemma3.GGUF: gemma3.from_keys}
 _PERIODS = {_OLMO: 4, _GPT_OSS: 2}
@@ -151,6 +153,10 @@ def _fields(file: GgufFile, kind: str) -> Keys:
         value = fields.get(name)
         if value not in allowed:
             _refuse(file.name, f"{kind}.{name}", f"be {allowed[0]}", value)
+    if kind not in _MIXTURES:
+        for name in ("expert_count", "expert_used_count"):
+            if fields.values.get(name, 0) != 0:
+                _refuse(file.name, f"{kind}.{name}", "be 0", fields.get(name))
     if kind != gemma4_gguf.GGUF:
         check_one_width(fields)
     return fields
@@ -177,10 +183,6 @@ def _config(file: GgufFile) -> TransformerConfig:
         supported = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES, *_GEMMA, gemma4_gguf.GGUF))
         _refuse(file.name, "general.architecture", f"be one of {supported}", kind)
     fields = _fields(file, kind)
-    experts = fields.integer("expert_count", minimum=0)
-    mixed = kind in (_MOE, _GPT_OSS, _LLADA_MOE)
-    if experts and not mixed:
-        _refuse(file.name, f"{kind}.expert_count", "be 0", experts)
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None:
         fail(OP, file.name, f"hold {_EMBEDDING}", "none")
@@ -207,7 +209,7 @@ def _config(file: GgufFile) -> TransformerConfig:
         return any(f"blk.0.{name}.bias" in file.tensors for name in names)
 
     with read_from(file.name):
-        mixture = _experts(fields, kind) if mixed else None
+        mixture = _experts(fields, kind) if kind in _MIXTURES else None
         # A file of experts alone need not name the size of an MLP.
         inner = None if mixture is None else mixture.intermediate_size
         if inner is None or "feed_forward_length" in fields.values:
