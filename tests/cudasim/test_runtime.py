@@ -140,6 +140,17 @@ class TestRightKernels:
         assert run("grid_sum", values, 777, ints(6), torch.zeros(1, dtype=torch.int32), out, 6) is None
         assert out.item() == values.sum()
 
+    @pytest.mark.parametrize("blocks", [1, 2, 5, 8])
+    def test_clusters(self, run: Run, blocks: int) -> None:
+        values, sums = random_ints(3 * blocks * 32), ints(3)
+        assert run("cluster_sum", values, sums, 3, blocks) is None
+        assert sums.tolist() == values.view(3, -1).sum(1).tolist()
+        for threads, turns in ((32, 1), (96, 3)):
+            out = ints(2, blocks, threads)
+            assert run("cluster_turns", out, 2, blocks, threads, turns) is None
+            expected = torch.arange(2 * blocks * threads, dtype=torch.int32).view(2, blocks, threads)
+            assert torch.equal(out, expected.roll(-turns, 1))
+
     def test_vector_copy(self, run: Run) -> None:
         values, out = torch.randn(101, 4), torch.zeros(101, 4)
         assert run("copy_vectors", values, out, 101) is None
@@ -159,6 +170,12 @@ class TestMistakesAreFound:
     def test_missing_barriers_change_the_result(self, library: ctypes.CDLL, run: Run) -> None:
         assert len(self.results(library, run, "missing_barrier", random_ints(64), ..., 64)) > 1
         assert len(self.results(library, run, "missing_second_barrier", ...)) > 1
+
+    def test_memory_of_other_blocks_of_a_cluster(self, library: ctypes.CDLL, run: Run) -> None:
+        (right,) = self.results(library, run, "cluster_pair", ..., 0)
+        assert right[:3] == (100, 102, 104) and right[32:35] == (100, 102, 104)
+        for mistake in (1, 2, 3):
+            assert len(self.results(library, run, "cluster_pair", ..., mistake)) > 1
 
     @pytest.mark.parametrize("kind", ["static", "template", "dynamic"])
     def test_shared_memory_starts_as_garbage(self, library: ctypes.CDLL, run: Run, kind: str) -> None:
@@ -189,6 +206,16 @@ class TestMistakesAreFound:
             ("misaligned", [torch.zeros(8), torch.zeros(4)], "misaligned access to 'const struct float4'"),
             ("wide_shift", [ints(1), 32], "a shift by a negative count, or by the width of its type or more"),
             ("trap", [], "block (0, 0, 0), thread (0, 0, 0): __trap() was called"),
+            ("cluster_twice", [], "without __cluster_barrier_wait"),
+            ("cluster_never", [], "without __cluster_barrier_arrive"),
+            ("cluster_leaves", [], "without __cluster_barrier_wait"),
+            (
+                "cluster_alone",
+                [],
+                "deadlock: 48 of 64 live threads of the cluster have come to __cluster_barrier_arrive (",
+            ),
+            ("cluster_mapped", [2, 0], "names block 2 of a cluster of 2"),
+            ("cluster_mapped", [0, ints(1)], "has an address outside the block's shared memory"),
         ],
     )
     def test_errors_name_the_location(
@@ -241,6 +268,10 @@ class TestLimits:
         assert run("fill", out, *grid, *block, shared_bytes, opt_in) == message
         assert out.item() == (1 if message is None else -1)
         assert run("coordinates", torch.zeros(24, 30, dtype=torch.int32)) is None  # the error was not sticky
+
+    @pytest.mark.parametrize(("cluster", "grid"), [(0, 1), (3, 8), (9, 9)])
+    def test_clusters_a_device_would_refuse(self, run: Run, cluster: int, grid: int) -> None:
+        assert run("cluster_shape", ints(16), cluster, grid) == "cluster misconfiguration"
 
 
 class TestUse:

@@ -2,10 +2,12 @@
 //
 // It finds: results that depend on the order of threads or blocks (run a kernel under every schedule), deadlocks, lanes
 // and threads that meet at different calls, misaligned vector accesses, indices past a shared array, writes past
-// dynamic shared memory, use of unwritten shared memory, and launches that a device would refuse.
+// dynamic shared memory, use of unwritten shared memory, and launches that a device would refuse; in a cluster also
+// memory of a block that has not started or has returned, and arrivals and waits that do not alternate.
 //
 // It does not detect: accesses outside global memory, launches beyond __launch_bounds__, static shared memory in the 48
-// KiB limit (the compile budgets show it), races inside one statement, speed.
+// KiB limit (the compile budgets show it), races inside one statement, what a relaxed arrival at the barrier of a
+// cluster leaves unordered, speed.
 //
 // It cannot run: inline PTX, tensor-core and TMA instructions, cooperative groups, textures, kernels launched by
 // kernels, and threads that spin until another thread or block does something (blocks run one after the other). Code
@@ -31,8 +33,9 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// Blocks run one at a time, so a static is a block's memory. It is thread-local only because that puts all of a
-// library's shared variables, those of template kernels too, side by side where the runtime can poison them.
+// Blocks run one at a time, those of a cluster in turns, so a static is a block's memory. It is thread-local only
+// because that puts all of a library's shared variables, those of template kernels too, side by side where the runtime
+// can poison them.
 #define __shared__ static thread_local
 
 #include "cudasim/arithmetic.h"

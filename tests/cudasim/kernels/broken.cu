@@ -88,6 +88,36 @@ __global__ void wide_shift(unsigned* out, int by) { *out = 1u << by; }
 
 __global__ void trap() { __trap(); }
 
+// Clusters of two blocks, in which the second writes to the first's memory: which may not have started, is read too
+// early, or belongs to a block that has returned.
+enum ClusterMistake { kNone, kNotStarted, kReadEarly, kReturned };
+template <ClusterMistake kMistake>
+__global__ void cluster_pair(int* out) {
+  __shared__ int values[32];
+  const unsigned rank = __clusterRelativeBlockRank();
+  const auto barrier = [] { __cluster_barrier_arrive(), __cluster_barrier_wait(); };
+  if (kMistake != kNotStarted) barrier();
+  int* there = static_cast<int*>(__cluster_map_shared_rank(values, 1 - rank));
+  there[threadIdx.x] = 100 * static_cast<int>(rank) + static_cast<int>(threadIdx.x);
+  if (kMistake != kReadEarly) barrier();
+  int sum = values[threadIdx.x] + there[threadIdx.x];
+  if (kMistake != kReturned) barrier();
+  out[32 * rank + threadIdx.x] = sum;
+}
+
+__global__ void cluster_twice() { __cluster_barrier_arrive(), __cluster_barrier_arrive(); }
+__global__ void cluster_never() { __cluster_barrier_wait(); }
+__global__ void cluster_leaves() { __cluster_barrier_arrive(); }
+// Some threads wait for their block, the others for the cluster.
+__global__ void cluster_alone() {
+  if (__clusterRelativeBlockRank() == 0 && threadIdx.x < 16) __syncthreads();
+  __cluster_barrier_arrive(), __cluster_barrier_wait();
+}
+__global__ void cluster_mapped(unsigned rank, int* foreign) {
+  __shared__ int values[32];
+  __cluster_map_shared_rank(foreign == nullptr ? values : foreign, rank);
+}
+
 __global__ void fill(int* out) { out[blockIdx.x] = 1; }
 
 }  // namespace
@@ -139,6 +169,34 @@ FIXTURE run_wide_shift(unsigned* out, int by) {
 }
 FIXTURE run_trap() {
   return guarded([&] { PDK_LAUNCH(trap, 1, 1, 0, nullptr); });
+}
+FIXTURE run_cluster_pair(int* out, int mistake) {
+  return guarded([&] {
+    switch (mistake) {
+      case kNotStarted: PDK_LAUNCH_CLUSTERS(cluster_pair<kNotStarted>, 2, 2, 32, 0, nullptr, out); break;
+      case kReadEarly: PDK_LAUNCH_CLUSTERS(cluster_pair<kReadEarly>, 2, 2, 32, 0, nullptr, out); break;
+      case kReturned: PDK_LAUNCH_CLUSTERS(cluster_pair<kReturned>, 2, 2, 32, 0, nullptr, out); break;
+      default: PDK_LAUNCH_CLUSTERS(cluster_pair<kNone>, 2, 2, 32, 0, nullptr, out);
+    }
+  });
+}
+FIXTURE run_cluster_twice() {
+  return guarded([&] { PDK_LAUNCH_CLUSTERS(cluster_twice, 2, 2, 32, 0, nullptr); });
+}
+FIXTURE run_cluster_never() {
+  return guarded([&] { PDK_LAUNCH_CLUSTERS(cluster_never, 2, 2, 32, 0, nullptr); });
+}
+FIXTURE run_cluster_leaves() {
+  return guarded([&] { PDK_LAUNCH_CLUSTERS(cluster_leaves, 2, 2, 32, 0, nullptr); });
+}
+FIXTURE run_cluster_alone() {
+  return guarded([&] { PDK_LAUNCH_CLUSTERS(cluster_alone, 2, 2, 32, 0, nullptr); });
+}
+FIXTURE run_cluster_mapped(int rank, int* foreign) {
+  return guarded([&] { PDK_LAUNCH_CLUSTERS(cluster_mapped, 2, 2, 32, 0, nullptr, rank, foreign); });
+}
+FIXTURE run_cluster_shape(int* out, int cluster, int grid) {
+  return guarded([&] { PDK_LAUNCH_CLUSTERS(fill, cluster, grid, 32, 0, nullptr, out); });
 }
 FIXTURE run_fill(int* out, int grid_x, int grid_y, int grid_z, int block_x, int block_z, int shared_bytes, int opt_in) {
   return guarded([&] {

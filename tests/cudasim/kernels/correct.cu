@@ -151,6 +151,40 @@ __global__ void grid_sum(const int* in, int n, int* partial, unsigned* finished,
   }
 }
 
+__device__ void cluster_barrier() {
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+}
+
+// The first block of a cluster gets the sums of all of them, and the others may leave.
+__global__ void cluster_sum(const int* in, int* out) {
+  __shared__ int sums[8];
+  __cluster_barrier_arrive_relaxed();
+  const int sum = __reduce_add_sync(kAll, in[blockIdx.x * blockDim.x + threadIdx.x]);
+  const unsigned rank = __clusterRelativeBlockRank(), size = __clusterSizeInBlocks();
+  __cluster_barrier_wait();  // all have started
+  if (threadIdx.x == 0) static_cast<int*>(__cluster_map_shared_rank(sums, 0))[rank] = sum;
+  cluster_barrier();
+  if (rank != 0) return;
+  int total = 0;
+  for (unsigned other = 0; other < size; ++other) total += sums[other];
+  if (threadIdx.x == 0) out[blockIdx.x / size] = total;
+}
+
+// Values go round in a cluster, from memory of the next block.
+__global__ void cluster_turns(int* out, int turns) {
+  PDK_DYNAMIC_SHARED(int, mine);
+  const unsigned rank = __clusterRelativeBlockRank(), size = __clusterSizeInBlocks();
+  int value = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  for (int turn = 0; turn < turns; ++turn) {
+    mine[threadIdx.x] = value;
+    cluster_barrier();
+    value = static_cast<const int*>(__cluster_map_shared_rank(mine, (rank + 1) % size))[threadIdx.x];
+    cluster_barrier();  // it is overwritten, or its block returns
+  }
+  out[blockIdx.x * blockDim.x + threadIdx.x] = value;
+}
+
 __global__ void copy_vectors(const float4* in, float4* out, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) __stcs(&out[i], __ldg(&in[i]));
@@ -192,6 +226,14 @@ FIXTURE run_intrinsics(long long* out) {
 }
 FIXTURE run_grid_sum(const int* in, int n, int* partial, unsigned* finished, int* out, int blocks) {
   return guarded([&] { PDK_LAUNCH(grid_sum, blocks, 32, 0, nullptr, in, n, partial, finished, out); });
+}
+FIXTURE run_cluster_sum(const int* in, int* out, int clusters, int blocks) {
+  return guarded([&] { PDK_LAUNCH_CLUSTERS(cluster_sum, blocks, clusters * blocks, 32, 0, nullptr, in, out); });
+}
+FIXTURE run_cluster_turns(int* out, int clusters, int blocks, int threads, int turns) {
+  return guarded([&] {
+    PDK_LAUNCH_CLUSTERS(cluster_turns, blocks, clusters * blocks, threads, sizeof(int) * threads, nullptr, out, turns);
+  });
 }
 FIXTURE run_copy_vectors(const float4* in, float4* out, int n) {
   return guarded([&] { PDK_LAUNCH(copy_vectors, (n + 63) / 64, 64, 0, nullptr, in, out, n); });

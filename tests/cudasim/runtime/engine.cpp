@@ -1,22 +1,17 @@
-// Executes kernels: blocks in sequence, the threads of a block as fibers that switch where they meet.
-#include <array>
+// Executes kernels: clusters of blocks in sequence (most are of one block), the blocks of a cluster in turns, the
+// threads of a block as fibers that switch where they meet.
 #include <bit>
-#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "cuda_runtime.h"
-#include "fibers.h"
+#include "block.h"
 #include "launch_limits.h"
 #include "schedule.h"
-#include "shared_memory.h"
 
 uint3 threadIdx;
 uint3 blockIdx;
@@ -25,61 +20,6 @@ dim3 gridDim;
 
 namespace cudasim {
 namespace {
-
-std::string text(uint3 v) {
-  return "(" + std::to_string(v.x) + ", " + std::to_string(v.y) + ", " + std::to_string(v.z) + ")";
-}
-
-std::string text(unsigned mask) {
-  char digits[16];
-  std::snprintf(digits, sizeof digits, "0x%08x", mask);
-  return digits;
-}
-
-// A point in a kernel where threads wait for each other.
-struct Call {
-  const char* name = nullptr;
-  Where where;
-  bool operator==(const Call& other) const {
-    return where.line() == other.where.line() && std::string_view(name) == other.name &&
-           std::string_view(where.file_name()) == other.where.file_name();
-  }
-  std::string text() const {
-    return std::string(name) + " (" + where.file_name() + ":" + std::to_string(where.line()) + ")";
-  }
-};
-
-// Lanes of a warp that wait for the rest of their mask.
-struct Group {
-  unsigned mask = 0;
-  unsigned arrived = 0;
-  Call call;
-  Combine combine = nullptr;
-};
-
-struct Warp {
-  unsigned live = 0;   // lanes that have not returned
-  unsigned ready = 0;  // lanes that can be resumed
-  int groups_waiting = 0;
-  std::array<Group, warpSize> groups;
-  std::array<LaneSlot, warpSize> lanes;
-
-  Group& group(unsigned mask) {
-    for (int i = 0; i < groups_waiting; ++i) {
-      if (groups[i].mask == mask) return groups[i];
-    }
-    groups[groups_waiting] = {.mask = mask, .arrived = 0, .call = {}, .combine = nullptr};
-    return groups[groups_waiting++];
-  }
-};
-
-struct Thread {
-  explicit Thread(void (*entry)()) : fiber(entry) {}
-  Fiber fiber;
-  uint3 index{};
-  unsigned warp = 0;
-  unsigned lane = 0;
-};
 
 class Engine {
  public:
@@ -91,40 +31,50 @@ class Engine {
     }
   }
 
-  void launch(const char* name, dim3 grid, dim3 block, std::size_t shared_bytes, void (*run)(void*), void* body);
+  void launch(const char* name, unsigned cluster, dim3 grid, dim3 block, std::size_t shared_bytes, void (*run)(void*),
+              void* body);
   std::uint64_t meet_warp(Call call, unsigned mask, std::uint64_t value, int source, Combine combine);
   Votes meet_block(Call call, bool predicate);
+  void arrive_cluster(Call call);
+  void wait_cluster(Call call);
+  void* map_shared(const void* at, unsigned rank);
+  unsigned rank() { return running("__clusterRelativeBlockRank").rank; }
+  unsigned size() { return running("__clusterSizeInBlocks"), size_; }
+  void* dynamic_shared() { return running("dynamic shared memory").dynamic.start(); }
   [[noreturn]] void fail(const std::string& sentence);
   bool in_kernel() const { return current_ != nullptr; }
   unsigned lane();
 
   std::recursive_mutex mutex;  // one launch at a time; recursive so that a launch from a kernel is an error, not a hang
   Schedule schedule;
-  DynamicShared dynamic;
   std::uint64_t blocks = 0;  // run so far
 
  private:
   static void thread_main();
-  void run_block(unsigned threads);
+  void run_cluster();
+  void enter(Block& block);
+  void run_thread();
+  void finish_block();
   void finish_thread();
-  void set_ready(unsigned warp, unsigned lanes);
   void complete_if_all_here(Warp& warp, int group);
   void release_barrier();
+  void complete_cluster_if_all_here();
+  Block& running(const char* call) {
+    if (current_ == nullptr) fail(call);
+    return *block_;
+  }
   [[noreturn]] void stop(const std::string& sentence);
   std::string deadlock() const;
 
-  std::vector<std::unique_ptr<Thread>> threads_;
-  std::array<Warp, kMaxThreadsPerBlock / warpSize> warps_;
+  std::vector<std::unique_ptr<Block>> blocks_;  // the first `size_` are those of the cluster
+  unsigned size_ = 1;
+  Block* block_ = nullptr;  // whose threads run
   Thread* current_ = nullptr;
-  unsigned ready_warps_ = 0;
-  unsigned live_ = 0;
 
-  struct Barrier {
-    unsigned waiting = 0;
-    int yes = 0;
-    Call call;
-    Votes outcome{};  // of the last meeting: the next cannot complete before all have read this one
-  } barrier_;
+  unsigned live_ = 0;        // threads of the cluster
+  unsigned arrivals_ = 0;    // at its barrier
+  std::uint64_t phase_ = 0;  // how often it was complete
+  Call arrival_;             // the last
 
   std::string kernel_;
   std::string error_;
@@ -137,63 +87,92 @@ Engine& engine() {
   return only;
 }
 
-void Engine::launch(const char* name, dim3 grid, dim3 block, std::size_t shared_bytes, void (*run)(void*), void* body) {
+void Engine::launch(const char* name, unsigned cluster, dim3 grid, dim3 block, std::size_t shared_bytes,
+                    void (*run)(void*), void* body) {
   kernel_ = name[0] == '(' ? std::string(name + 1, std::strlen(name) - 2) : name;
   run_ = run;
   body_ = body;
   gridDim = grid;
   blockDim = block;
-  const unsigned threads = block.x * block.y * block.z;
-  while (threads_.size() < threads) threads_.push_back(std::make_unique<Thread>(thread_main));
-  for (unsigned t = 0; t < threads; ++t) {
-    Thread& thread = *threads_[t];
-    thread.index = {t % block.x, t / block.x % block.y, t / block.x / block.y};
-    thread.warp = t / warpSize;
-    thread.lane = t % warpSize;
+  size_ = cluster;
+  while (blocks_.size() < cluster) blocks_.push_back(std::make_unique<Block>());
+  for (unsigned rank = 0; rank < cluster; ++rank) {
+    Block& one = *blocks_[rank];
+    one.rank = rank;
+    one.prepare(block, thread_main);
+    one.dynamic.prepare(shared_bytes);
+    if (cluster > 1) one.statics.prepare(static_shared());
   }
-  dynamic.prepare(shared_bytes);
   schedule.restart();
-  const std::span<unsigned char> shared = static_shared();
-  for (const std::uint64_t at : schedule.block_order(std::uint64_t{grid.x} * grid.y * grid.z)) {
-    blockIdx = {static_cast<unsigned>(at % grid.x), static_cast<unsigned>(at / grid.x % grid.y),
-                static_cast<unsigned>(at / grid.x / grid.y)};
-    const unsigned char poison = schedule.poison();
-    std::memset(shared.data(), poison, shared.size());
-    dynamic.poison(poison);
-    run_block(threads);
-    ++blocks;
-    if (!dynamic.guards_intact()) {
-      stop("block " + text(blockIdx) + " wrote outside its " + std::to_string(shared_bytes) +
-           " bytes of dynamic shared memory");
+  const unsigned threads = block.x * block.y * block.z;
+  for (const std::uint64_t at : schedule.block_order(std::uint64_t{grid.x} * grid.y * grid.z / cluster)) {
+    const std::uint64_t first = at * cluster;  // neighbours along x
+    for (unsigned rank = 0; rank < cluster; ++rank) {
+      blocks_[rank]->reset(
+          {static_cast<unsigned>(first % grid.x) + rank, static_cast<unsigned>(first / grid.x % grid.y),
+           static_cast<unsigned>(first / grid.x / grid.y)},
+          threads);
     }
+    live_ = threads * cluster, arrivals_ = 0;
+    run_cluster();
+    blocks += cluster;
   }
 }
 
-void Engine::run_block(unsigned threads) {
-  live_ = threads;
-  barrier_ = {};
-  ready_warps_ = 0;
-  for (unsigned w = 0; w * warpSize < threads; ++w) {
-    const unsigned left = threads - w * warpSize;
-    warps_[w].live = left >= warpSize ? ~0u : (1u << left) - 1;
-    warps_[w].ready = 0;
-    warps_[w].groups_waiting = 0;
-    set_ready(w, warps_[w].live);
+void Engine::run_cluster() {
+  block_ = nullptr;
+  for (;;) {
+    unsigned ready = 0;
+    for (unsigned rank = 0; rank < size_; ++rank) ready |= (blocks_[rank]->ready_warps != 0 ? 1u : 0u) << rank;
+    if (ready == 0) break;
+    enter(*blocks_[size_ == 1 ? 0 : schedule.pick(ready)]);
+    for (std::uint64_t turns = size_ == 1 ? ~0ull : schedule.turns(); turns > 0 && block_->ready_warps != 0; --turns)
+      run_thread();
   }
-  while (ready_warps_ != 0) {
-    const int w = schedule.pick(ready_warps_);
-    Warp& warp = warps_[w];
-    const int lane = schedule.pick(warp.ready);
-    warp.ready &= ~(1u << lane);
-    if (warp.ready == 0) ready_warps_ &= ~(1u << w);
-    current_ = threads_[w * warpSize + lane].get();
-    threadIdx = current_->index;
-    current_->fiber.resume();
-    const std::string who = error_.empty() ? "" : "block " + text(blockIdx) + ", thread " + text(current_->index);
-    current_ = nullptr;
-    if (!error_.empty()) stop(who + ": " + std::exchange(error_, {}));
+  for (unsigned rank = 0; rank < size_; ++rank) {
+    if (blocks_[rank]->live > 0) stop("block " + text(blocks_[rank]->index) + ": deadlock: " + deadlock());
   }
-  if (live_ > 0) stop("block " + text(blockIdx) + ": deadlock: " + deadlock());
+}
+
+// What another block has written to the memory of one that had not started is lost.
+void Engine::enter(Block& block) {
+  if (block_ == &block) return;
+  if (block_ != nullptr) block_->statics.save();
+  block_ = &block;
+  blockIdx = block.index;
+  if (block.started) return block.statics.restore();
+  block.started = true;
+  const unsigned char poison = schedule.poison();
+  const std::span<unsigned char> shared = static_shared();
+  std::memset(shared.data(), poison, shared.size());
+  block.dynamic.poison(poison);
+}
+
+void Engine::run_thread() {
+  Block& block = *block_;
+  const unsigned w = static_cast<unsigned>(schedule.pick(block.ready_warps));
+  const int lane = schedule.pick(block.warps[w].ready);
+  block.clear_ready(w, 1u << lane);
+  current_ = block.threads[w * warpSize + static_cast<unsigned>(lane)].get();
+  threadIdx = current_->index;
+  current_->fiber.resume();
+  const std::string who = error_.empty() ? "" : "block " + text(block.index) + ", thread " + text(current_->index);
+  current_ = nullptr;
+  if (!error_.empty()) stop(who + ": " + std::exchange(error_, {}));
+  if (block.live == 0) finish_block();
+}
+
+// Its memory may hold anything from here on.
+void Engine::finish_block() {
+  if (!block_->dynamic.guards_intact()) {
+    stop("block " + text(block_->index) + " wrote outside its " + std::to_string(block_->dynamic.size()) +
+         " bytes of dynamic shared memory");
+  }
+  if (size_ == 1) return;
+  const unsigned char poison = schedule.poison();
+  const std::span<unsigned char> shared = static_shared();
+  std::memset(shared.data(), poison, shared.size());
+  block_->dynamic.poison(poison);
 }
 
 // Never left by a fiber: one iteration of the loop is one thread of one block.
@@ -209,17 +188,17 @@ void Engine::thread_main() {
 }
 
 void Engine::finish_thread() {
-  Warp& warp = warps_[current_->warp];
+  if (current_->arrived) {
+    error_ = "returns after " + arrival_.text() + " without __cluster_barrier_wait";
+    return;
+  }
+  Warp& warp = block_->warps[current_->warp];
   warp.live &= ~(1u << current_->lane);
-  --live_;
+  --block_->live, --live_;
   // Returned threads are not waited for: a meeting that lacked only this one is complete now.
   for (int group = warp.groups_waiting - 1; group >= 0; --group) complete_if_all_here(warp, group);
-  if (live_ > 0 && barrier_.waiting == live_) release_barrier();
-}
-
-void Engine::set_ready(unsigned warp, unsigned lanes) {
-  warps_[warp].ready |= lanes;
-  if (warps_[warp].ready != 0) ready_warps_ |= 1u << warp;
+  if (block_->live > 0 && block_->barrier.waiting == block_->live) release_barrier();
+  complete_cluster_if_all_here();
 }
 
 void Engine::complete_if_all_here(Warp& warp, int index) {
@@ -227,13 +206,14 @@ void Engine::complete_if_all_here(Warp& warp, int index) {
   if (group.arrived != (group.mask & warp.live)) return;
   group.combine(warp.lanes.data(), group.arrived);
   warp.groups[index] = warp.groups[--warp.groups_waiting];
-  set_ready(current_->warp, group.arrived & ~(1u << current_->lane));  // the last to arrive simply continues
+  // The last to arrive simply continues.
+  block_->set_ready(current_->warp, group.arrived & ~(1u << current_->lane));
 }
 
 std::uint64_t Engine::meet_warp(Call call, unsigned mask, std::uint64_t value, int source, Combine combine) {
   if (current_ == nullptr) fail(call.text());
   const Thread& self = *current_;
-  Warp& warp = warps_[self.warp];
+  Warp& warp = block_->warps[self.warp];
   const unsigned bit = 1u << self.lane;
   if (!(mask & bit)) {
     fail(call.text() + " has mask " + text(mask) + ", which lacks the calling lane " + std::to_string(self.lane));
@@ -256,45 +236,97 @@ std::uint64_t Engine::meet_warp(Call call, unsigned mask, std::uint64_t value, i
 
 Votes Engine::meet_block(Call call, bool predicate) {
   if (current_ == nullptr) fail(call.text());
-  if (barrier_.waiting == 0) {
-    barrier_.call = call;
-    barrier_.yes = 0;
-  } else if (!(barrier_.call == call)) {
-    fail("threads meet at different barriers: " + call.text() + " and " + barrier_.call.text());
+  Barrier& barrier = block_->barrier;
+  if (barrier.waiting == 0) {
+    barrier.call = call;
+    barrier.yes = 0;
+  } else if (!(barrier.call == call)) {
+    fail("threads meet at different barriers: " + call.text() + " and " + barrier.call.text());
   }
-  ++barrier_.waiting;
-  barrier_.yes += predicate;
-  if (barrier_.waiting < live_) {
+  ++barrier.waiting;
+  barrier.yes += predicate;
+  if (barrier.waiting < block_->live) {
     current_->fiber.suspend();
   } else {
     release_barrier();
-    warps_[current_->warp].ready &= ~(1u << current_->lane);  // the last to arrive simply continues
-    if (warps_[current_->warp].ready == 0) ready_warps_ &= ~(1u << current_->warp);
+    block_->clear_ready(current_->warp, 1u << current_->lane);  // the last to arrive simply continues
   }
-  return barrier_.outcome;
+  return barrier.outcome;
 }
 
 void Engine::release_barrier() {
-  barrier_.outcome = {barrier_.yes, static_cast<int>(barrier_.waiting)};
-  barrier_.waiting = 0;
+  block_->barrier.outcome = {block_->barrier.yes, static_cast<int>(block_->barrier.waiting)};
+  block_->barrier.waiting = 0;
   const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
-  for (unsigned w = 0; w * warpSize < threads; ++w) set_ready(w, warps_[w].live);
+  for (unsigned w = 0; w * warpSize < threads; ++w) block_->set_ready(w, block_->warps[w].live);
+}
+
+void Engine::arrive_cluster(Call call) {
+  if (current_ == nullptr) fail(call.text());
+  if (current_->arrived) fail(call.text() + " follows " + arrival_.text() + " without __cluster_barrier_wait");
+  arrival_ = call;
+  current_->arrived = true, current_->phase = phase_;
+  ++arrivals_;
+  complete_cluster_if_all_here();
+}
+
+void Engine::wait_cluster(Call call) {
+  if (current_ == nullptr) fail(call.text());
+  if (!current_->arrived) fail(call.text() + " without __cluster_barrier_arrive");
+  if (phase_ == current_->phase) {
+    current_->waits = true;
+    current_->fiber.suspend();
+  }
+  current_->arrived = false;
+}
+
+void Engine::complete_cluster_if_all_here() {
+  if (arrivals_ == 0 || arrivals_ < live_) return;
+  ++phase_, arrivals_ = 0;
+  for (unsigned rank = 0; rank < size_; ++rank) {
+    for (const auto& thread : blocks_[rank]->threads) {
+      if (std::exchange(thread->waits, false)) blocks_[rank]->set_ready(thread->warp, 1u << thread->lane);
+    }
+  }
+}
+
+void* Engine::map_shared(const void* at, unsigned rank) {
+  Block& here = running("__cluster_map_shared_rank");
+  if (rank >= size_) {
+    fail("__cluster_map_shared_rank names block " + std::to_string(rank) + " of a cluster of " + std::to_string(size_));
+  }
+  const Block& there = *blocks_[rank];
+  if (here.dynamic.holds(at)) return here.dynamic.same_in(there.dynamic, at);
+  const std::span<unsigned char> shared = static_shared();
+  if (at < shared.data() || at >= shared.data() + shared.size()) {
+    fail("__cluster_map_shared_rank has an address outside the block's shared memory");
+  }
+  return &there == &here ? const_cast<void*>(at) : there.statics.same(at);
 }
 
 std::string Engine::deadlock() const {
   std::string report;
-  if (barrier_.waiting > 0) {
-    report += std::to_string(barrier_.waiting) + " of " + std::to_string(live_) + " live threads wait at " +
-              barrier_.call.text();
+  const auto add = [&](const std::string& sentence) { report += (report.empty() ? "" : "; ") + sentence; };
+  if (arrivals_ > 0) {
+    add(std::to_string(arrivals_) + " of " + std::to_string(live_) + " live threads of the cluster have come to " +
+        arrival_.text());
   }
   const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
-  for (unsigned w = 0; w * warpSize < threads; ++w) {
-    for (int i = 0; i < warps_[w].groups_waiting; ++i) {
-      const Group& group = warps_[w].groups[i];
-      const unsigned first = w * warpSize + static_cast<unsigned>(std::countr_zero(group.arrived));
-      report += (report.empty() ? "" : "; ") + std::string("thread ") + text(threads_[first]->index) + " waits at " +
-                group.call.text() + " with mask " + text(group.mask) + " for lanes " +
-                text(group.mask & warps_[w].live & ~group.arrived) + " of its warp, which never come";
+  for (unsigned rank = 0; rank < size_; ++rank) {
+    const Block& block = *blocks_[rank];
+    const std::string of = size_ == 1 ? "" : " of block " + text(block.index);
+    if (block.barrier.waiting > 0) {
+      add(std::to_string(block.barrier.waiting) + " of " + std::to_string(block.live) + " live threads" + of +
+          " wait at " + block.barrier.call.text());
+    }
+    for (unsigned w = 0; w * warpSize < threads; ++w) {
+      for (int i = 0; i < block.warps[w].groups_waiting; ++i) {
+        const Group& group = block.warps[w].groups[static_cast<std::size_t>(i)];
+        const unsigned first = w * warpSize + static_cast<unsigned>(std::countr_zero(group.arrived));
+        add("thread " + text(block.threads[first]->index) + of + " waits at " + group.call.text() + " with mask " +
+            text(group.mask) + " for lanes " + text(group.mask & block.warps[w].live & ~group.arrived) +
+            " of its warp, which never come");
+      }
     }
   }
   return report;
@@ -313,14 +345,21 @@ unsigned Engine::lane() {
 }
 
 void Engine::stop(const std::string& sentence) {
-  for (const auto& thread : threads_) thread->fiber.abandon();
+  for (const auto& block : blocks_) {
+    for (const auto& thread : block->threads) thread->fiber.abandon();
+  }
   throw std::runtime_error("cudasim: kernel " + kernel_ + ", " + sentence + " [schedule " + schedule.text() + "]");
 }
 
 }  // namespace
 
 void fail(const std::string& sentence) { engine().fail(sentence); }
-void* dynamic_shared() { return engine().dynamic.start(); }
+void* dynamic_shared() { return engine().dynamic_shared(); }
+void* map_shared(const void* at, unsigned rank) { return engine().map_shared(at, rank); }
+unsigned cluster_rank() { return engine().rank(); }
+unsigned cluster_size() { return engine().size(); }
+void arrive_cluster(const char* call, Where where) { engine().arrive_cluster({call, where}); }
+void wait_cluster(const char* call, Where where) { engine().wait_cluster({call, where}); }
 unsigned lane() { return engine().lane(); }
 
 std::uint64_t meet_warp(const char* call, unsigned mask, std::uint64_t value, int source, Combine combine,
@@ -332,13 +371,13 @@ Votes meet_block(const char* call, bool predicate, Where where) {
   return engine().meet_block({call, where}, predicate);
 }
 
-void launch_erased(const char* name, const void* kernel, dim3 grid, dim3 block, std::size_t shared_bytes,
-                   void (*run)(void*), void* body) {
+void launch_erased(const char* name, const void* kernel, unsigned cluster, dim3 grid, dim3 block,
+                   std::size_t shared_bytes, void (*run)(void*), void* body) {
   Engine& one = engine();
   const std::lock_guard lock(one.mutex);
   if (one.in_kernel()) one.fail("a kernel launched a kernel, which the simulator does not run");
-  if (!launch_allowed(kernel, grid, block, shared_bytes)) return;
-  one.launch(name, grid, block, shared_bytes, run, body);
+  if (!launch_allowed(kernel, cluster, grid, block, shared_bytes)) return;
+  one.launch(name, cluster, grid, block, shared_bytes, run, body);
 }
 
 }  // namespace cudasim

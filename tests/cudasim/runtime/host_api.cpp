@@ -15,12 +15,13 @@ std::map<cudaGraphConditionalHandle, unsigned int> conditions;
 std::mutex limits_mutex;
 std::map<const void*, int> shared_limits;  // of the kernels that opted in
 
-cudaError_t launch_error(const void* kernel, dim3 grid, dim3 block, std::size_t shared_bytes) {
+cudaError_t launch_error(const void* kernel, unsigned cluster, dim3 grid, dim3 block, std::size_t shared_bytes) {
   const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > kMaxThreadsPerBlock || block.z > kMaxBlockDepth || grid.x == 0 || grid.y == 0 ||
       grid.z == 0 || grid.x > kMaxGridX || grid.y > kMaxGridYZ || grid.z > kMaxGridYZ) {
     return cudaErrorInvalidConfiguration;
   }
+  if (cluster == 0 || cluster > kMaxCluster || grid.x % cluster != 0) return cudaErrorInvalidClusterSize;
   const std::lock_guard lock(limits_mutex);
   const auto opted_in = shared_limits.find(kernel);
   const int limit = opted_in == shared_limits.end() ? kDefaultSharedBytes : opted_in->second;
@@ -29,8 +30,8 @@ cudaError_t launch_error(const void* kernel, dim3 grid, dim3 block, std::size_t 
 
 }  // namespace
 
-bool launch_allowed(const void* kernel, dim3 grid, dim3 block, std::size_t shared_bytes) {
-  const cudaError_t error = launch_error(kernel, grid, block, shared_bytes);
+bool launch_allowed(const void* kernel, unsigned cluster, dim3 grid, dim3 block, std::size_t shared_bytes) {
+  const cudaError_t error = launch_error(kernel, cluster, grid, block, shared_bytes);
   if (error != cudaSuccess) last_error = error;
   return error == cudaSuccess;
 }
@@ -64,6 +65,7 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaSuccess: return "cudaSuccess";
     case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
     case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
+    case cudaErrorInvalidClusterSize: return "cudaErrorInvalidClusterSize";
   }
   return "unrecognized error code";
 }
@@ -73,6 +75,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInvalidClusterSize: return "cluster misconfiguration";
   }
   return "unrecognized error code";
 }
@@ -88,6 +91,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
+    case cudaDevAttrClusterLaunch: *value = 1; return cudaSuccess;
   }
   return cudaErrorInvalidValue;
 }

@@ -1,5 +1,5 @@
-// The order in which blocks and threads run. A correct kernel gives the same result under every schedule; a missing
-// barrier shows as a difference.
+// The order in which blocks, the blocks of a cluster, and threads run. A correct kernel gives the same result under
+// every schedule; a missing barrier shows as a difference.
 #pragma once
 
 #include <bit>
@@ -48,6 +48,9 @@ class Schedule {
     for (std::uint64_t skip = next() % static_cast<unsigned>(std::popcount(bits)); skip > 0; --skip) bits &= bits - 1;
     return std::countr_zero(bits);
   }
+
+  // How many threads of a block are resumed before another block of its cluster may have a turn.
+  std::uint64_t turns() { return kind_ == Kind::random ? 1 + next() % 256 : ~std::uint64_t{0}; }
 
   // Shared memory starts as this byte: as floats NaN in one schedule, huge in another, anything in the random ones.
   unsigned char poison() {

@@ -1,5 +1,5 @@
-// Warp and block collectives. As in CUDA every live lane named in the mask has to make the same call with the same
-// mask; here a violation is an error with both source lines instead of undefined behaviour.
+// Warp, block and cluster collectives. As in CUDA every live lane named in the mask has to make the same call with the
+// same mask; here a violation is an error with both source lines instead of undefined behaviour.
 #pragma once
 
 #include <bit>
@@ -206,5 +206,14 @@ inline int __syncthreads_and(int predicate, CUDASIM_WHERE) {
   const cudasim::Votes votes = cudasim::meet_block("__syncthreads_and", predicate != 0, where);
   return votes.yes == votes.threads;
 }
+
+inline unsigned __clusterRelativeBlockRank() { return cudasim::cluster_rank(); }
+inline unsigned __clusterSizeInBlocks() { return cudasim::cluster_size(); }
+inline void* __cluster_map_shared_rank(const void* at, unsigned rank) { return cudasim::map_shared(at, rank); }
+inline void __cluster_barrier_arrive(CUDASIM_WHERE) { cudasim::arrive_cluster("__cluster_barrier_arrive", where); }
+inline void __cluster_barrier_arrive_relaxed(CUDASIM_WHERE) {
+  cudasim::arrive_cluster("__cluster_barrier_arrive_relaxed", where);
+}
+inline void __cluster_barrier_wait(CUDASIM_WHERE) { cudasim::wait_cluster("__cluster_barrier_wait", where); }
 
 #undef CUDASIM_WHERE

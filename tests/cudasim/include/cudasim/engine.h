@@ -45,18 +45,26 @@ struct Votes {
 };
 Votes meet_block(const char* call, bool predicate, Where where);
 
+// Blocks of a cluster, which are neighbours along x, and their barrier.
+unsigned cluster_rank();
+unsigned cluster_size();
+void arrive_cluster(const char* call, Where where);
+void wait_cluster(const char* call, Where where);
+// Where the shared variable at this address is in another block of the cluster.
+void* map_shared(const void* at, unsigned rank);
+
 // `run(body)` is one thread's execution of the kernel.
-void launch_erased(const char* name, const void* kernel, dim3 grid, dim3 block, std::size_t shared_bytes,
-                   void (*run)(void* body), void* body);
+void launch_erased(const char* name, const void* kernel, unsigned cluster, dim3 grid, dim3 block,
+                   std::size_t shared_bytes, void (*run)(void* body), void* body);
 
 template <class... Parameters>
-void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
-            cudaStream_t, std::type_identity_t<Parameters>... arguments) {
+void launch(const char* name, void (*kernel)(Parameters...), unsigned cluster, dim3 grid, dim3 block,
+            std::size_t shared_bytes, cudaStream_t, std::type_identity_t<Parameters>... arguments) {
   static_assert((std::is_trivially_copyable_v<Parameters> && ...), "kernel parameters are copied bit by bit");
   static_assert((sizeof(Parameters) + ... + 0) <= 32764, "kernel parameters take at most 32764 bytes");
   auto body = [&] { kernel(arguments...); };
   launch_erased(
-      name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes,
+      name, reinterpret_cast<const void*>(kernel), cluster, grid, block, shared_bytes,
       [](void* erased) { (*static_cast<decltype(body)*>(erased))(); }, &body);
 }
 

@@ -8,6 +8,7 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidClusterSize = 912,
 };
 enum cudaMemcpyKind {
   cudaMemcpyHostToHost,
@@ -30,6 +31,7 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMinor = 76,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+  cudaDevAttrClusterLaunch = 120,
 };
 using cudaStream_t = struct CUstream_st*;
 
@@ -37,6 +39,7 @@ namespace cudasim {
 // The limits of an sm_90 device, with few multiprocessors so that grids sized by their number stay small.
 inline constexpr int kMaxThreadsPerBlock = 1024;
 inline constexpr int kMaxBlockDepth = 64;
+inline constexpr unsigned kMaxCluster = 8;
 inline constexpr unsigned kMaxGridX = 2147483647u;
 inline constexpr unsigned kMaxGridYZ = 65535u;
 inline constexpr int kDefaultSharedBytes = 48 * 1024;
