@@ -63,6 +63,14 @@ def ours(logits: Tensor, temperature: float = 0.0) -> tuple[Tensor, ...]:
     return found.ids, found.probs, found.entropy, found.margin
 
 
+def by_sorting(logits: Tensor, top_p: float = 0.95) -> Tensor:
+    """A draw from what top-p keeps, as samplers write it."""
+    probs, order = logits.float().softmax(-1).sort(-1, descending=True)
+    probs[probs.cumsum(-1) - probs >= top_p] = 0
+    drawn = (probs / -torch.rand_like(probs).log()).argmax(-1, keepdim=True)
+    return order.gather(-1, drawn)[:, 0]
+
+
 CANDIDATES = ("pdkernels", "torch.compile, no margin", "torch.compile", "torch eager", "float64", "float64, no margin")
 SAMPLERS = ("pdkernels", "float64 Gumbel")
 
@@ -105,6 +113,35 @@ def test_token_statistics(benchmark, name: str, dtype: str, rows: int, device: s
             op="token_statistics",
             candidate=name,
             dtype=dtype,
+            rows=rows,
+        )
+
+
+@by_device("rows", ROWS)
+@pytest.mark.parametrize("name", ("pdkernels", "sort"))
+def test_top_p(benchmark, name: str, rows: int, device: str) -> None:
+    """Of rows as peaked as those of models: random ones that are 5 times as wide are."""
+    benchmark.group = f"token_statistics with top-p, bf16, {rows} rows, {device}"
+    logits = (5 * logits_of(rows, "fp32", device)).bfloat16()
+    peer = partial(by_sorting, logits)
+    call = partial(pd.token_statistics, logits, temperature=1.0, top_p=0.95) if name == "pdkernels" else peer
+    with torch.inference_mode():
+        ids = pd.token_statistics(logits, temperature=1.0, top_p=0.95).ids
+        probs = logits.double().softmax(-1)
+        chosen = probs.gather(-1, ids[:, None])
+        assert (torch.where(probs > chosen, probs, 0).sum(-1) < 0.95 + 1e-6).all()
+        compare(
+            benchmark,
+            call,
+            baseline=peer,
+            baseline_name="sort",
+            device=device,
+            rounds=max(5, 100 // rows),
+            warmup=2,
+            bytes_moved=rows * VOCABULARY * 2,
+            op="token_statistics top-p",
+            candidate=name,
+            dtype="bf16",
             rows=rows,
         )
 

@@ -60,7 +60,10 @@ def test_every_kernel_compiles_for_later_gpus_too(source: Path) -> None:
     measured = measure(source, archs=["120"])
     assert measured.keys() == load_budgets()[source.name].keys()
     for kernel, found in measured.items():
-        assert found["sm_120"].registers <= 128 and found["sm_120"].shared <= 48 * 1024, kernel
+        registers = (
+            255 if kernel.startswith(("token_row_kernel<float", "token_cut_kernel<float")) else 128
+        )  # 256, 512 threads
+        assert found["sm_120"].registers <= registers and found["sm_120"].shared <= 48 * 1024, kernel
 
 
 def test_no_budget_for_a_file_that_is_gone() -> None:

@@ -39,6 +39,8 @@ class Device(NamedTuple):
     """Cycles of loads that are waited for as soon as they are issued. Assumed: 500 to 1000."""
     near: int = 40
     """Cycles of an access to what is in the first-level cache. Assumed."""
+    meeting: int = 400
+    """Cycles of a barrier of a cluster and of what it makes visible in shared memory. Assumed."""
 
 
 def limits() -> dict[str, float]:

@@ -132,7 +132,7 @@ def speculative(
 
 
 class Statistics(NamedTuple):
-    """The kernels of vocabulary statistics: a warp for each region of 2048 logits, then a block for each row."""
+    """The earlier kernels of vocabulary statistics: a warp for each region of 2048 logits, then a block for each row."""
 
     region: float
     """Instructions that a warp issues for a region."""
@@ -147,6 +147,42 @@ def statistics(device: Device, work: Statistics, rows: int, width: int) -> float
     issue = rows * -(-width // 2048) * work.region / (4 * device.sms)
     cycles = issue + work.row * device.alone
     return cycles / device.clock + rows * width * 2 / device.memory + 2 * device.launch + work.waits * device.latency
+
+
+class RowStatistics(NamedTuple):
+    """The kernel of vocabulary statistics: a cluster of blocks for each row, eight warps in a block (csrc/cuda/token_statistics.cu)."""
+
+    region: float
+    """Instructions that a warp issues for a region of 2048 logits, while the loads of its next one are under way."""
+    row: float
+    """Instructions that a warp issues one after the other when all regions of a row are done."""
+    waits: int = 2
+    """Accesses that wait for each other: the first region's loads, then those of the tokens that are ranked."""
+
+
+def row_blocks(device: Device, rows: int, regions: int, resident: int = 2) -> int:
+    """As `blocks_of_row` of csrc/cuda/cluster.h chooses."""
+    blocks = 1
+    while blocks < 8 and 2 * blocks <= regions and 2 * blocks * rows <= resident * device.sms:
+        blocks *= 2
+    return blocks
+
+
+def row_statistics(device: Device, work: RowStatistics, rows: int, width: int) -> float:
+    """Seconds for 16-bit logits. A warp computes while it loads, so that the longer of the two counts."""
+    regions = -(-width // 2048)
+    blocks = row_blocks(device, rows, regions)
+    abreast = min(2, -(-rows * blocks // device.sms))
+    issue = regions_of_warps(device, work.region, rows, regions, blocks * 8, abreast * 8 / 4)
+    read = rows * width * 2 / device.memory
+    after = work.row * device.alone / device.clock + (device.meeting / device.clock if blocks > 1 else 0)
+    return device.launch + max(issue, read) + after + work.waits * device.latency
+
+
+def regions_of_warps(device: Device, slots: float, rows: int, regions: int, warps: int, abreast: float) -> float:
+    """Seconds in which warps issue `slots` for each region: `warps` share a row, `abreast` a quarter of an SM."""
+    alone = -(-regions // warps) * slots * max(device.alone, abreast)
+    return max(rows * regions * slots / (4 * device.sms), alone) / device.clock
 
 
 def head(device: Device, figures: dict[str, Any], rows: int, width: int, depth: int) -> tuple[float, float]:
@@ -253,8 +289,11 @@ def choice(device: Device, rows: int, threads: int) -> float:
 
 
 def cut(device: Device, slots: Sequence[int], rows: int, width: int) -> float:
-    """Seconds of the kernel that finds what top-p keeps: a block a row, which reads it in as many passes as there are `slots`, of a
-    warp for 256 logits; a search through the bins after each pass but the first."""
-    turns = -(-rows // device.sms) * width / 256
-    passes = (max(turns * each / (4 * device.clock), rows * width * 2 / device.memory) for each in slots)
-    return sum(passes) + device.launch + 4 * device.latency
+    """Seconds of the kernel that finds what top-p keeps, where few tokens are within reach of the cut: a block a row, which reads it
+    twice, for the sums and for the tokens near the largest logit. `slots`: what a warp issues for 2048 logits in each pass. Then the bins
+    are searched, three times."""
+    regions = -(-width // 2048)
+    abreast = min(2, -(-rows // device.sms))
+    read = rows * width * 2 / device.memory
+    passes = (max(regions_of_warps(device, each, rows, regions, 8, abreast * 8 / 4), read) for each in slots)
+    return sum(passes) + device.launch + (2 + 3) * device.latency

@@ -14,10 +14,10 @@ from bench.predict.model import (
     head,
     packed_bytes,
     product,
+    row_statistics,
     scan,
     shared,
     small,
-    statistics,
     step_cycles,
 )
 
@@ -51,8 +51,8 @@ def rows(device: Device, figures: dict[str, Any]) -> list[Row]:
     if code := figures["statistics"]:
         for count in (1, 32, 256):
             floor = count * measured.VOCABULARY * 2 / device.memory
-            seconds = statistics(device, statistics_figures.today(code), count, measured.VOCABULARY)
-            goal = 17.5 * US if count == 256 else None
+            seconds = row_statistics(device, statistics_figures.today(code), count, measured.VOCABULARY)
+            goal = {1: 8, 32: 15, 256: 18}[count] * US
             table.append(Row(f"token statistics, {count} x 126,464", floor, goal, seconds))
         table.append(Row("top-p cut 256 x 126,464", floor, 40 * US, cut(device, code["cut"], 256, 126464)))
     table += [

@@ -4,8 +4,7 @@
 #include "token_regions.h"
 
 namespace pdkernels::cuda {
-constexpr int kCutThreads = 512;
-constexpr int kCutBlocks = 2;  // per SM; with this bound ptxas does not spill
+constexpr int kCutThreads = kRowThreads;
 constexpr int kBins = 2048;
 
 // Masses are integer multiples of 2^-40 of the largest token's mass, so the order of additions does not matter.
@@ -28,6 +27,7 @@ struct Bin {
 constexpr int kKept = 2048;
 
 struct CutScratch {
+  Region regions[kHeld];
   Bin bins[kBins];
   float kept[kKept];
   float largest[kCutThreads / 32], smallest[kCutThreads / 32];
@@ -59,25 +59,6 @@ __device__ void for_share(const TokenStatisticsArgs& args, const T* row, const B
   for_packs<T, kSize>(args, row, [&](const Pack<T, kSize>& values) {
     for (int j = 0; j < kSize; ++j) body(to_float(values.at[j]));
   });
-}
-
-// The largest logit of this thread's part of a row, NaN if there is one.
-template <class T, int kSize>
-__device__ float share_peak(const TokenStatisticsArgs& args, const T* row) {
-  float largest = -INFINITY;
-  const auto join = [&](float x) { largest = x > largest || x != x ? x : largest; };
-  if constexpr (sizeof(T) * kSize == 16) {
-    uint32_t words_max = Word<T>::kNothing;
-    for_packs<T, kSize>(args, row, [&](const Pack<T, kSize>& values) {
-      const uint4& words = reinterpret_cast<const uint4&>(values);
-      words_max = Word<T>::larger(words_max, words.x), words_max = Word<T>::larger(words_max, words.y);
-      words_max = Word<T>::larger(words_max, words.z), words_max = Word<T>::larger(words_max, words.w);
-    });
-    join(Word<T>::at(words_max, 0)), join(Word<T>::at(words_max, 4 / sizeof(T) - 1));
-  } else {
-    for_share<T, kSize>(args, row, join);
-  }
-  return largest;
 }
 
 // Finds the first bin at which the running mass reaches the target. Called by a warp; each lane scans adjacent bins.
@@ -159,35 +140,85 @@ __device__ float kth_largest(const TokenStatisticsArgs& args, const T* row, cons
   return logit_of_rank<T>(rank);
 }
 
-// The smallest logit with less than top_p of the mass above it, of the tokens from `least` on.
-template <class T, int kSize>
-__device__ float nucleus_of(const TokenStatisticsArgs& args, const T* row, float largest, float least,
+// A row whose regions' largest logits are measured. Passes over the logits from a bound on skip regions that have none.
+template <class T>
+struct MeasuredRow {
+  const TokenStatisticsArgs& args;
+  Row<T> row;
+  const Region* regions;
+  int count;
+
+  // Calls body(logit) for the logits that are at least `low`.
+  template <class Body>
+  __device__ void for_from(float low, const Body& body) const {
+    const auto next = [&](int number) {
+      while (number < count && regions[number].largest < low) number += kRowWarps;
+      return number;
+    };
+    Share<T> ahead;
+    int number = next(static_cast<int>(threadIdx.x / 32));
+    if (number < count) ahead.load(row, number);
+#pragma unroll 1
+    while (number < count) {
+      const int here = number;
+      unsigned packs = ahead.packs_from(low);
+      number = next(here + kRowWarps);
+      if (number < count) ahead.load(row, number);
+      // Few packs are left, and they are in the first-level cache.
+      while (packs != 0) {
+        const int64_t first = Row<T>::token(here, __ffs(static_cast<int>(packs)) - 1);
+        packs &= packs - 1;
+        float values[Row<T>::kSize];
+        row.floats(args, first, row.load(first), values);
+        for (int j = 0; j < Row<T>::kSize; ++j) {
+          if (values[j] >= low && values[j] != -INFINITY) body(values[j]);
+        }
+      }
+    }
+  }
+};
+
+// The most tokens that one would like to look at one by one.
+constexpr int kFewTokens = 1024;
+
+// The smallest logit with less than top_p of the mass above it, of the tokens from `least` on. `total` is the mass of
+// all tokens relative to the largest one's, 0 if it is that of the tokens from `least` on.
+template <class T>
+__device__ float nucleus_of(const MeasuredRow<T>& measured, float largest, float least, double total,
                             const Search& search) {
   CutScratch& scratch = search.scratch;
-  search.restart(0);
-  // A token with less than (1 - top_p) / V of the largest token's mass is outside the nucleus. All of them share the
-  // last bin.
+  const TokenStatisticsArgs& args = measured.args;
   const double temperature = args.softmax_temperature();
-  const double reach = temperature * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * temperature;
-  const float slope = static_cast<float>(1 / temperature), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
-  const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
-  const auto bin_of = [&](float x) {
-    return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));
+  const Exponents exponents(largest, 1 / temperature);
+  const auto mass_of = [&](float x) { return static_cast<Mass>(power_of_2(exponents.of(x)) * kMass); };
+  // A token with less than (1 - top_p) / V of the mass is outside the nucleus. Most often the cut is far above that,
+  // among fewer tokens, so those with more than (1 - top_p) / kFewTokens are tried before.
+  const auto reach_of = [&](double tokens) {
+    return fmin(-1e-5, log((1 - args.top_p) * fmax(total, 1.0) / tokens)) * temperature - 1e-5 * temperature;
   };
-
-  // The first level: bins by the distance to the largest logit, which spreads the masses.
-  search.empty_bins();
-  Mass below = 0;
-  for_share<T, kSize>(args, row, [&](float x) {
-    if (x < least) return;
-    const int near = bin_of(x);
-    if (near == kBins - 1) below += mass_of(x);
-    else scratch.bins[near].add(mass_of(x));
-  });
-  below = warp_sum(below);
-  if (threadIdx.x % 32 == 0) scratch.bins[kBins - 1].add(below);
-  const int cut_bin = search.find(args.top_p);
-  if (cut_bin == kBins - 1) return -INFINITY;
+  const bool has_total = total > 0, narrow = has_total && (1 - args.top_p) * total < kFewTokens / 4;
+  float bins_per_logit;
+  int cut_bin;
+  for (bool first = narrow;; first = false) {
+    const double reach = reach_of(first ? kFewTokens : static_cast<double>(args.width));
+    bins_per_logit = static_cast<float>((kBins - 1) / -reach);
+    const float low = has_total ? fmaxf(least, static_cast<float>(largest + reach)) : least;
+    search.restart(has_total ? 1 + static_cast<Mass>(args.top_p * (total * static_cast<double>(kMass) - 1)) : 0);
+    // The first level: bins by the distance to the largest logit, which spreads the masses. What is beyond shares the
+    // last.
+    search.empty_bins();
+    if (threadIdx.x == 0) scratch.found = 0;
+    __syncthreads();
+    measured.for_from(low, [&](float x) {
+      scratch.bins[static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)))].add(
+          mass_of(x));
+      const int at = atomicAdd(&scratch.found, 1);
+      if (at < kKept) scratch.kept[at] = x;
+    });
+    cut_bin = search.find(has_total ? -1.0 : args.top_p);
+    if (cut_bin < kBins - 1) break;
+    if (!first) return has_total ? low : -INFINITY;
+  }
 
   // The next levels: bins by the bits of the cut's key, so that any number of equal logits fit. Few logits are left,
   // and the order in which they are kept does not matter.
@@ -195,28 +226,32 @@ __device__ float nucleus_of(const TokenStatisticsArgs& args, const T* row, float
     const float distance = (largest - x) * bins_per_logit;
     return x >= least && distance >= static_cast<float>(cut_bin) && distance < static_cast<float>(cut_bin + 1);
   };
-  for_share<T, kSize>(args, row, [&](float x) {
-    if (!is_left(x)) return;
-    const int at = atomicAdd(&scratch.found, 1);
-    if (at < kKept) scratch.kept[at] = x;
-  });
+  const float lowest = fmaxf(least, largest - (static_cast<float>(cut_bin) + 2) / bins_per_logit);
+  if (scratch.found > kKept) {
+    __syncthreads();
+    if (threadIdx.x == 0) scratch.found = 0;
+    __syncthreads();
+    measured.for_from(lowest, [&](float x) {
+      if (!is_left(x)) return;
+      const int at = atomicAdd(&scratch.found, 1);
+      if (at < kKept) scratch.kept[at] = x;
+    });
+  }
   uint32_t rank = 0;
   constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
   for (int level = 1; level < kLevels; ++level) {
     const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
-    const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // the bits from here up are found
+    const int above = level == 1 ? 32 : level == 2 ? 21 : 10;  // the bits from here up are found
     search.empty_bins();
     const auto add = [&](float x) {
       const uint32_t mine = rank_of(x);
-      if (known == 32 || mine >> known == rank >> known)
+      if (is_left(x) && (above == 32 || mine >> above == rank >> above))
         scratch.bins[kBins - 1 - (mine >> shift & (level == 3 ? 1023 : 2047))].add(mass_of(x));
     };
     if (scratch.found <= kKept) {
       for (int at = threadIdx.x; at < scratch.found; at += kCutThreads) add(scratch.kept[at]);
     } else {
-      for_share<T, kSize>(args, row, [&](float x) {
-        if (is_left(x)) add(x);
-      });
+      measured.for_from(lowest, add);
     }
     rank |= static_cast<uint32_t>(kBins - 1 - search.find(-1.0)) << shift;
   }
@@ -280,30 +315,40 @@ __device__ Passing typical_of(const TokenStatisticsArgs& args, const T* row, flo
 }
 
 template <class T, int kSize>
-__global__ void __launch_bounds__(kCutThreads, kCutBlocks)
+__global__ void __launch_bounds__(kCutThreads, kResident<T>)
     token_cut_kernel(const __grid_constant__ TokenStatisticsArgs args) {
   __shared__ CutScratch scratch;
   const int64_t r = blockIdx.x;
   if (args.source(r) < 0) return;
-  const T* row = args.logits_of<T>(r);
-  float largest = share_peak<T, kSize>(args, row);
-  bool undefined = largest != largest;
-  for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
-  if (threadIdx.x % 32 == 0) scratch.largest[threadIdx.x / 32] = largest;
-  if (threadIdx.x == 0) scratch.found = 0;
-  undefined = __syncthreads_or(undefined);
-  for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, scratch.largest[warp]);
-  if (undefined || largest == INFINITY || largest == -INFINITY) {
+  const T* logits = args.logits_of<T>(r);
+  const Row<T> row{logits, args.width, all_pass(), kSize > 1};
+  const int count = static_cast<int>(num_regions(args)), warp = static_cast<int>(threadIdx.x / 32);
+  Region* const regions = count <= kHeld ? scratch.regions : regions_of(args, r);
+  const double inv_temperature = 1 / args.softmax_temperature();
+  for_regions(
+      args, row, warp, count, kRowWarps, [] {},
+      [&](int number, const Share<T>& share) {
+        const Region region = sums_of(share, inv_temperature);
+        if (threadIdx.x % 32 == 0) regions[number] = region;
+      });
+  __syncthreads();
+  const uint64_t first = warp_largest_region(regions, count);
+  const float largest = key_logit(first);
+  if (first == 0 || !(largest < INFINITY)) {
     if (threadIdx.x == 0) args.passing[r] = all_pass();
     return;
   }
   const Search search{scratch};
   const double floor = args.min_p > 0 ? largest + args.softmax_temperature() * log(args.min_p) : -INFINITY;
   Passing passing{-INFINITY, INFINITY};
-  if (args.keeps_top_k()) passing.low = kth_largest<T, kSize>(args, row, search);
-  if (args.top_p < 1) passing.low = fmaxf(passing.low, nucleus_of<T, kSize>(args, row, largest, passing.low, search));
+  if (args.keeps_top_k()) passing.low = kth_largest<T, kSize>(args, logits, search);
+  if (args.top_p < 1) {
+    const MeasuredRow<T> measured{args, row, regions, count};
+    const double total = args.keeps_top_k() ? 0 : joined(regions, count, largest, inv_temperature).total;
+    passing.low = fmaxf(passing.low, nucleus_of(measured, largest, passing.low, total, search));
+  }
   passing.low = fmaxf(passing.low, at_least(floor));
-  if (args.typical_p < 1) passing = typical_of<T, kSize>(args, row, largest, passing.low, search);
+  if (args.typical_p < 1) passing = typical_of<T, kSize>(args, logits, largest, passing.low, search);
   if (threadIdx.x == 0) args.passing[r] = passing;
 }
 

@@ -1,4 +1,4 @@
-// The region of a row that one warp processes: its largest logit, its sums and its sampled token.
+// The region of a row that a warp processes: its largest logit, its sums and its sampled token.
 #pragma once
 
 #include "ops/token_statistics.h"
@@ -10,6 +10,13 @@ constexpr int kRegion = 2048;                 // tokens of a region
 constexpr int kLogitsPerLane = kRegion / 32;  // of a region
 constexpr uint32_t kNoToken = ~0u;            // no token: ids are smaller
 constexpr unsigned kAll = 0xffffffffu;
+constexpr int kRowThreads = 256;
+constexpr int kRowWarps = kRowThreads / 32;
+constexpr int kHeld = 256;  // regions that shared memory holds; of wider rows they are in memory
+
+// Blocks on an SM. Rows of floats take more registers.
+template <class T>
+constexpr int kResident = sizeof(T) == 4 ? 1 : 2;
 
 // The results of a region. The sums are of 2^x and x 2^x, x = log2(e) (logit - largest) / temperature.
 struct Region {
@@ -35,14 +42,6 @@ __device__ inline float power_of_2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 #endif
-}
-
-// x, which the compiler must take for another value each time: what is computed from it is not kept in registers.
-__device__ inline uint32_t opaque(uint32_t x) {
-#ifndef PDKERNELS_CUDASIM
-  asm volatile("" : "+r"(x));
-#endif
-  return x;
 }
 
 constexpr double kLog2E = 1.4426950408889634;
@@ -77,6 +76,12 @@ __device__ inline float warp_peak(float x) {
   const bool undefined = __any_sync(kAll, x != x);
   for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, lanes));
   return undefined ? NAN : x;
+}
+
+__device__ inline uint64_t warp_largest(uint64_t key) {
+  const uint32_t high = static_cast<uint32_t>(key >> 32), most = __reduce_max_sync(kAll, high);
+  const uint32_t low = __reduce_max_sync(kAll, high == most ? static_cast<uint32_t>(key) : 0u);
+  return static_cast<uint64_t>(most) << 32 | low;
 }
 
 // One or two logits in a 32-bit word: conversion to float, and the element-wise maximum of two words in one
@@ -138,9 +143,8 @@ struct Row {
     return reinterpret_cast<const int4&>(pack);
   }
 
-  // The same as floats. Slower; only a few regions need it.
-  __device__ void load(const TokenStatisticsArgs& args, int64_t first, float (&values)[kSize]) const {
-    const int4 loaded = load(first);
+  // A pack as floats.
+  __device__ void floats(const TokenStatisticsArgs& args, int64_t first, int4 loaded, float (&values)[kSize]) const {
     const Pack<T, kSize>& pack = reinterpret_cast<const Pack<T, kSize>&>(loaded);
     const bool suppresses = args.suppresses_in(first, first + kSize);
 #pragma unroll
@@ -157,7 +161,7 @@ struct Share {
   static constexpr int kSize = Row<T>::kSize, kPacks = Row<T>::kPacks, kInWord = 4 / sizeof(T), kWords = 4 * kPacks;
   uint32_t words[kWords];
 
-  __device__ Share(const TokenStatisticsArgs& args, const Row<T>& row, int64_t region) {
+  __device__ void load(const Row<T>& row, int64_t region) {
     if (row.wide && (region + 1) * kRegion <= row.width) {
       const int4* from = reinterpret_cast<const int4*>(row.logits) + Row<T>::token(region, 0) / kSize;
 #pragma unroll
@@ -166,6 +170,9 @@ struct Share {
 #pragma unroll
       for (int pack = 0; pack < kPacks; ++pack) put(pack, row.load(Row<T>::token(region, pack)));
     }
+  }
+
+  __device__ void hide_dropped(const TokenStatisticsArgs& args, const Row<T>& row, int64_t region) {
     for (int i = 0; i < args.num_suppressed; ++i) {
       const int64_t offset = args.suppress[i] - region * kRegion;
       if (offset < 0 || offset >= kRegion) continue;
@@ -200,17 +207,17 @@ struct Share {
     return x != x || y != y ? NAN : fmaxf(x, y);
   }
 
-  // The largest key of the lane's tokens in [min_key, max_key], 0 for none. `region`: the share's.
-  __device__ uint64_t largest_key(int64_t region, uint64_t max_key, uint64_t min_key) const {
-    uint64_t best = 0;
-    const uint32_t first = opaque(static_cast<uint32_t>(Row<T>::token(region, 0)));
+  // Bit i: a logit of the i-th pack may be at least `low`. It is no NaN.
+  __device__ unsigned packs_from(float low) const {
+    unsigned packs = 0;
 #pragma unroll
-    for (int j = 0; j < kLogitsPerLane; ++j) {
-      const float logit = Word<T>::at(opaque(words[j / kInWord]), j % kInWord);
-      const uint64_t key = token_key(logit, first + j / kSize * 32 * kSize + j % kSize);
-      if (key <= max_key && key >= min_key && key > best) best = key;
+    for (int pack = 0; pack < kPacks; ++pack) {
+      uint32_t largest = words[4 * pack];
+#pragma unroll
+      for (int i = 1; i < 4; ++i) largest = Word<T>::larger(largest, words[4 * pack + i]);
+      packs |= (Word<T>::at(largest, 0) >= low || Word<T>::at(largest, kInWord - 1) >= low ? 1u : 0u) << pack;
     }
-    return best;
+    return packs;
   }
 
   // Without kClamps the weighted sum is NaN if a logit is -inf.
@@ -227,15 +234,67 @@ struct Share {
   }
 };
 
-// --- sampling
-
-__device__ inline uint64_t warp_largest(uint64_t key) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAll, key, lanes);
-    key = other > key ? other : key;
-  }
-  return key;
+// The results of a region but for the sampled token.
+template <class T>
+__device__ Region sums_of(const Share<T>& share, double inv_temperature) {
+  Region region = {};
+  region.largest = warp_peak(share.peak());
+  region.sampled = kNoToken;
+  if (region.largest == -INFINITY) return region;
+  const Exponents exponents(region.largest, inv_temperature);
+  float total, weighted;
+  share.template add<false>(exponents, total, weighted);
+  if (__any_sync(kAll, weighted != weighted)) share.template add<true>(exponents, total, weighted);
+  region.total = warp_sum(total), region.weighted = warp_sum(weighted);
+  return region;
 }
+
+// Calls body(region's number, its logits) for every `step`-th region from `number` on, by a warp. The loads of the next
+// one are under way while it computes. ready() is called before the first.
+template <class T, class Ready, class Body>
+__device__ void for_regions(const TokenStatisticsArgs& args, const Row<T>& row, int number, int count, int step,
+                            const Ready& ready, const Body& body) {
+  Share<T> ahead;
+  if (number < count) ahead.load(row, number);
+  ready();
+#pragma unroll 1
+  for (; number < count; number += step) {
+    Share<T> share = ahead;
+    if (number + step < count) ahead.load(row, number + step);
+    share.hide_dropped(args, row, number);
+    body(number, share);
+  }
+}
+
+// The key of the first region of those with the largest logit.
+__device__ inline uint64_t warp_largest_region(const Region* regions, int count) {
+  uint64_t best = 0;
+  for (int c = static_cast<int>(threadIdx.x % 32); c < count; c += 32) {
+    const uint64_t key = token_key(regions[c].largest, c);
+    best = key > best ? key : best;
+  }
+  return warp_largest(best);
+}
+
+// The difference between a region's exponents and those of the row, whose largest logit is given.
+__device__ inline double drop_of(const Region& region, float largest, double inv_temperature) {
+  return (static_cast<double>(region.largest) - largest) * (inv_temperature * kLog2E);
+}
+
+// Merges the sums of a row's regions in every lane.
+__device__ inline DistributionSums joined(const Region* regions, int64_t count, float largest, double inv_temperature) {
+  double total = 0, weighted = 0;
+  for (int64_t c = threadIdx.x % 32; c < count; c += 32) {
+    const Region& region = regions[c];
+    const double drop = drop_of(region, largest, inv_temperature), factor = exp2(drop);
+    if (factor == 0) continue;
+    total += factor * region.total;
+    weighted += factor * (region.weighted + drop * region.total);
+  }
+  return {largest, warp_sum(total), warp_sum(weighted) / kLog2E};
+}
+
+// --- sampling
 
 // A token and its Gumbel score. On ties of the score the lower id wins.
 struct Sampled {
@@ -300,7 +359,7 @@ __device__ void sample(const TokenStatisticsArgs& args, int64_t r, int64_t regio
     const int64_t first = Row<T>::token(region, pack);
     const float reach = margin - warp_best;
     float values[kSize];
-    row.load(args, first, values);
+    row.floats(args, first, row.load(first), values);
 #pragma unroll
     for (int quad = 0; quad < kSize; quad += 4) {
       float exponent[4], max_exponent = -INFINITY;

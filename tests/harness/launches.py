@@ -87,10 +87,10 @@ class Count(NamedTuple):
 
 
 def statistics_launches(given: dict[str, Any]) -> int:
-    """The regions and the rows; filters of the logits and of the distribution before."""
+    """One for all rows; filters of the logits and of the distribution before."""
     options = Options(**{name: given[name] for name in Options._fields})
     draws = options.temperature > 0 or options.distribution == "sampling"
-    return 2 + (options.cuts and draws) + options.filters.changes
+    return 1 + (options.cuts and draws) + options.filters.changes
 
 
 def attention_launches(given: dict[str, Any]) -> int:

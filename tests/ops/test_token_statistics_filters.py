@@ -48,6 +48,15 @@ def raw(**options: Any) -> dict[str, Any]:
     return options | (filters._asdict() if filters else {})
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.1, 2.0, 10.0])
+def test_top_p_of_flat_and_of_peaked_rows(impl: Any, scale: float) -> None:
+    """CUDA first looks for the cut among few tokens, then among all, and keeps the logits near it if they are not many."""
+    logits = rows_of(2, 20_480, torch.bfloat16, scale)
+    for top_p in (0.0, 0.3, 0.95, 0.9999):
+        call = {"distribution": "sampling", "top_p": top_p}
+        check(run(impl, logits, **call), logits, **call)
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 7), (torch.float16, 300), (torch.bfloat16, 9000)], ids=str)
 @pytest.mark.parametrize("cut", CUTS, ids=str)

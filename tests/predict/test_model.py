@@ -74,6 +74,18 @@ def test_dependent_accesses_and_lone_warps_take_their_time() -> None:
     assert model.statistics(H200, work, 256, 126464) - seconds > 255 * 126464 * 2 / H200.memory
 
 
+def test_clusters_compute_while_they_read() -> None:
+    work = model.RowStatistics(region=600, row=1000)
+    assert [model.row_blocks(H200, rows, 62) for rows in (1, 33, 34, 66, 67, 132, 133)] == [8, 8, 4, 4, 2, 2, 1]
+    assert model.row_blocks(H200, 1, 5) == 4
+    few, many = (model.row_statistics(H200, work, rows, 126464) for rows in (1, 256))
+    read = 256 * 126464 * 2 / H200.memory
+    assert read + H200.launch < many < read + H200.launch + 6e-6  # the sums take less
+    assert model.row_statistics(H200, work._replace(region=1200), 256, 126464) > many + 0.5 * read
+    assert few < model.statistics(H200, model.Statistics(600, 1000, 2), 1, 126464)
+    assert model.cut(H200, [600, 100], 256, 126464) > 2 * read > model.cut(H200, [600, 100], 1, 126464)
+
+
 @requires_triton
 @compiled
 @pytest.mark.parametrize("name", PLANS)
@@ -87,7 +99,7 @@ def test_programs_end_together(name: str, figures: dict[str, Any]) -> None:
 @requires_triton
 @compiled
 def test_predictions(figures: dict[str, Any]) -> None:
-    code = {"region": 650, "look": 750, "cut": [110, 250, 120]}
+    code = {"region": 600, "row": 1200, "cut": [600, 110]}
     rows = tables.rows(H200, figures | {"statistics": code})
     assert all(row.floor < row.predicted for row in rows) and len({row.work for row in rows}) == len(rows)
     (_, flex, _), (_, flash, _) = tables.controls(H200, figures)

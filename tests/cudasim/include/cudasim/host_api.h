@@ -70,6 +70,15 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, in
   return cudasim::set_dynamic_shared_limit(reinterpret_cast<const void*>(kernel), value);
 }
 
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int threads, std::size_t) {
   *blocks = std::max(1, 2048 / std::max(1, threads));
