@@ -2,8 +2,8 @@
 
 The text ships with Python: docstrings of the standard library. The numbers are those of the packaged file, which is quantised
 itself; every format quantises them once more, so that a row says what is lost from there on. "stored" has the same numbers as
-the first row, in the file's own formats: what it loses is by products that quantise their other factor to 8 bits. "cache float16" and
-"cache int8" have the numbers and a narrower KV cache.
+the first row, in the file's own formats: what it loses is by products that quantise their other factor to 8 bits. Behind a format
+", numbers" leaves that factor as it is (`pdkernels.models.packed_rows_`). "cache float16" and "cache int8" have the numbers and a narrower KV cache.
 
     python -m bench.quantization_quality --formats q8_0 q4_0 int8 --bytes 50000
 """
@@ -28,7 +28,22 @@ from pdkernels.decoding import generate
 
 MODEL = "smollm2-135m-instruct"
 CACHES = {"cache float16": torch.float16, "cache int8": torch.int8}
-FORMATS = ("stored", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8", "int4", "int4/128", *CACHES)
+ROWS = ", numbers"
+FORMATS = (
+    "stored",
+    f"stored{ROWS}",
+    "q8_0",
+    f"q8_0{ROWS}",
+    "q5_1",
+    "q5_0",
+    "q4_1",
+    "q4_0",
+    f"q4_0{ROWS}",
+    "int8",
+    "int4",
+    "int4/128",
+    *CACHES,
+)
 MODULES = ("argparse", "asyncio", "collections", "csv", "datetime", "decimal", "difflib", "email", "fractions", "heapq")
 MODULES += ("inspect", "json", "logging", "pathlib", "random", "re", "shutil", "statistics", "string", "subprocess")
 MODULES += ("tempfile", "textwrap", "threading", "typing", "unittest", "uuid", "zipfile")
@@ -81,6 +96,8 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 def in_format(numbers: pd.models.Transformer, name: str) -> pd.models.Transformer:
+    if name.endswith(ROWS):
+        return pd.models.packed_rows_(in_format(numbers, name.removesuffix(ROWS)), "numbers")
     if name in CACHES:
         own = copy.copy(numbers)
         own.cache_dtype = CACHES[name]

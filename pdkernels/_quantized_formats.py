@@ -12,6 +12,10 @@ from pdkernels._host import QUANTIZED_FORMATS, QUANTIZED_SCALES, pack_quantized,
 
 TILE, BLOCK = 16, 32
 """Outputs whose codes are interleaved, and columns of a block."""
+ROWS = ("int8", "numbers")
+"""How products take rows of x: quantised to 8 bits, or as they are."""
+ROWS_AT = 56
+"""The bit of a layout's number that says which."""
 
 
 class Field(NamedTuple):
@@ -35,21 +39,24 @@ class Layout(NamedTuple):
     """How codes and scales lie in memory, as csrc/common/quantized_layout.h describes it.
 
     `scales`: a key of `FIELDS`. `bits` of a code: 4, 5, 6 or 8. `group_blocks`: blocks of 32 in a group, 0 for the
-    whole width.
+    whole width. `rows`: one of `ROWS`, how products take rows of x; memory is the same.
     """
 
     scales: str
     bits: int
     group_blocks: int
+    rows: str = "int8"
 
     @property
     def number(self) -> int:
         """The layout as a schema carries it."""
-        return _KINDS.index(self.scales) | self.bits << 4 | self.group_blocks << 8
+        rows = ROWS.index(self.rows) << ROWS_AT
+        return _KINDS.index(self.scales) | self.bits << 4 | self.group_blocks << 8 | rows
 
     @classmethod
     def of(cls, number: int) -> Layout:
-        return cls(_KINDS[number & 15], number >> 4 & 15, number >> 8)
+        group_blocks = (number & 2**ROWS_AT - 1) >> 8
+        return cls(_KINDS[number & 15], number >> 4 & 15, group_blocks, ROWS[number >> ROWS_AT])
 
     @property
     def zero(self) -> int:

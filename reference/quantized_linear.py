@@ -10,6 +10,15 @@ scale NaN. The products of a block's codes are whole numbers and exact. With the
 
 Every product and sum is rounded to float32 on its own, so that any device can compute the same bits.
 
+A layout whose `rows` are "numbers" leaves `x` as it is, in float32:
+
+    y[o] = sum over blocks b, in ascending order, of round(P[o, b] * scale[o, b]) + round(X[b] * minimum[o, b])
+    P[o, b] = P0 + P1 of the halves of the block,   P0 = (c0 + c1) + (c2 + c3)
+    c_i = sum, in ascending order, over the columns of the half that are i modulo 4 of round(x * (code - zero))
+
+with X the same sums of x alone. With multiples of half blocks each half is scaled and added by itself. For `x` of 16 bits the products
+are exact. CUDA has this up to the order of sums, which the tensor cores choose.
+
 Source of the formats: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml.
 """
 
@@ -22,12 +31,15 @@ import torch
 from torch import Tensor
 
 TILE, BLOCK = 16, 32
+ROWS = ("int8", "numbers")
 SCALES = ("half", "half_min", "super", "super16", "float", "half_zero", "float_zero")
 
 
 @dataclass(frozen=True)
 class Layout:
     """How codes and scales lie in memory; csrc/common/quantized_layout.h has the same in C++.
+
+    `rows`: whether products quantise rows of x to 8 bits ("int8") or leave them as they are ("numbers"); memory is the same.
 
     `scales`: "half" and "float" (a group's scale), "half_min" (scale and minimum), "half_zero" and "float_zero" (scale and the code
     of zero), "super" (a scale and minus a minimum for 256 columns, each times 8 bits a block), "super16" (a scale for 256 columns,
@@ -37,15 +49,16 @@ class Layout:
     scales: str
     bits: int
     group_blocks: int
+    rows: str = "int8"
 
     @property
     def number(self) -> int:
         """As a schema carries it."""
-        return SCALES.index(self.scales) | self.bits << 4 | self.group_blocks << 8
+        return SCALES.index(self.scales) | self.bits << 4 | self.group_blocks << 8 | ROWS.index(self.rows) << 56
 
     @classmethod
     def of(cls, number: int) -> Layout:
-        return cls(SCALES[number & 15], number >> 4 & 15, number >> 8)
+        return cls(SCALES[number & 15], number >> 4 & 15, (number & 2**56 - 1) >> 8, ROWS[number >> 56])
 
     @property
     def zero(self) -> int:
@@ -217,10 +230,13 @@ def quantized_linear(
     """``x @ weight^T + bias``, ``(..., outputs)``, of a matrix in parts; rounded to the dtype of `x` at the end."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     codes, x_scales = quantize_rows(rows)
-    found = [
-        _part(codes, x_scales, Layout.of(layout), data, count, x.shape[-1])
-        for data, layout, count in zip(weights, layouts, outputs)
-    ]
+    found = []
+    for data, number, count in zip(weights, layouts, outputs):
+        layout = Layout.of(number)
+        if layout.rows == "numbers":
+            found.append(_part_of_numbers(rows, layout, data, count))
+        else:
+            found.append(_part(codes, x_scales, layout, data, count, x.shape[-1]))
     out = torch.cat(found, 1)
     return (out if bias is None else out + bias.float()).to(x.dtype).view(*x.shape[:-1], sum(outputs))
 
@@ -241,6 +257,39 @@ def _part(codes: Tensor, x_scales: Tensor, layout: Layout, data: Tensor, outputs
         if minimum is not None:
             total = total + codes[:, b].sum(1, keepdim=True).float() * x_scale * minimum[:, b]
     return total
+
+
+def _part_of_numbers(rows: Tensor, layout: Layout, data: Tensor, outputs: int) -> Tensor:
+    width = rows.shape[1]
+    matrix = unpack(layout, data, outputs, width)
+    scale, minimum, multiples = scales_of(layout, matrix)
+    zero = zeros_of(layout, matrix)
+    blocks = layout.blocks(width)
+    # Half blocks of four runs of four columns.
+    x = torch.nn.functional.pad(rows.float(), (0, -width % BLOCK)).view(len(rows), 1, blocks, 2, 4, 4)
+    codes = matrix.codes.int().view(outputs, blocks, BLOCK)
+    codes = codes - (zero if isinstance(zero, int) else zero[..., None])
+    values = codes.float().view(1, outputs, blocks, 2, 4, 4)
+    total = torch.zeros(len(rows), outputs, dtype=torch.float32, device=rows.device)
+    for b in range(blocks):
+        products = _halves(x[:, :, b] * values[:, :, b])
+        if multiples is not None:
+            for half in range(2):
+                total = total + products[..., half] * (scale[:, b] * multiples[:, b, half].float())
+        else:
+            total = total + (products[..., 0] + products[..., 1]) * scale[:, b]
+        if minimum is not None:
+            sums = _halves(x[:, :, b])
+            total = total + (sums[..., 0] + sums[..., 1]) * minimum[:, b]
+    return total
+
+
+def _halves(products: Tensor) -> Tensor:
+    """The sums of each half of ``(..., 2, 4, 4)``, ``(..., 2)``."""
+    columns = torch.zeros_like(products[..., 0, :])
+    for run in range(4):
+        columns = columns + products[..., run, :]
+    return (columns[..., 0] + columns[..., 1]) + (columns[..., 2] + columns[..., 3])
 
 
 def quantized_embedding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.predict import gluon, measured, statistics_figures
+from bench.predict import gluon, measured, packed_code, statistics_figures
 from bench.predict.device import Device
 from bench.predict.model import (
     Shared,
@@ -22,8 +22,6 @@ from bench.predict.model import (
 )
 
 US = 1e-6
-PIECE, SLOTS = 2048, 450
-"""Bytes of 4-bit codes, and what a warp of csrc/cuda/quantized_linear.cu issues for them and up to 8 rows, as nvcc 13.0 compiles it."""
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu_proof.md"
 
 
@@ -63,9 +61,12 @@ def rows(device: Device, figures: dict[str, Any]) -> list[Row]:
     floor = (outputs + 64) * width * 2 / device.memory
     seconds = product(device, 64, outputs, width)
     table.append(Row(f"linear, {outputs:,} x {width:,}, 64 rows", floor, 1.1 * floor, seconds))
-    floor = packed_bytes("half 4", outputs, width) / device.memory
-    seconds = max(floor, outputs * width / 2 / PIECE * SLOTS / (4 * device.sms * device.clock)) + 2 * device.launch
-    table.append(Row(f"packed product Q4_0, {outputs:,} x {width:,}, 8 rows", floor, 1.5 * floor, seconds))
+    floor = sum(packed_bytes("half 4", *shape) for shape in measured.LAYER) / device.memory
+    for form, label, goal in (("int8", "rows in 8 bits", 70 * US), ("numbers", "rows as they are", 45 * US)):
+        for count in (1, 8, 16, 32, 64):
+            seconds = sum(packed_code.seconds(device, form, count, *shape) for shape in measured.LAYER)
+            work = f"packed products of an 8B layer, Q4_0, {measured.counted(count)}, {label}"
+            table.append(Row(work, floor, goal if count == 8 else None, seconds))
     # Heads, keys, values. A state is read and written once.
     for name, label, heads, keys, values in (("delta", "gated delta", 32, 128, 128), ("mamba", "Mamba 2", 48, 128, 64)):
         for batch, count in ((1, 1), (1, 8), (16, 8)):

@@ -16,6 +16,8 @@ struct QuantizedLayout {
   QuantizedScales::Kind scales;
   int bits;              // of a code: 4, 5, 6 or 8
   int64_t group_blocks;  // blocks in a group; 0: the whole width
+  // Whether products leave the rows of x as they are; otherwise they are quantised to 8 bits. Memory is the same.
+  bool number_rows = false;
 
   constexpr const QuantizedScales& fields() const { return kQuantizedScales[scales]; }
   constexpr int zero() const {  // the code of zero where it is the same everywhere
@@ -42,6 +44,9 @@ struct QuantizedLayout {
 
   // As a schema carries it; false for numbers that no layout has.
   static bool unpack(int64_t number, QuantizedLayout& layout) {
+    constexpr int64_t number_rows = int64_t{1} << 56;
+    layout.number_rows = (number & number_rows) != 0;
+    number &= ~number_rows;
     layout.scales = static_cast<QuantizedScales::Kind>(number & 15);
     layout.bits = static_cast<int>(number >> 4 & 15);
     layout.group_blocks = number >> 8;

@@ -37,7 +37,8 @@ struct QuantizedRows {
 };
 
 // out[r] = x[r] weight^T + bias. Integer products are exact and a block's are added up in ascending order, so that an
-// element of `out` has the same bits for any number of rows, on every level and any number of threads.
+// element of `out` has the same bits for any number of rows, on every level and any number of threads. Parts whose
+// layout says so take rows as they are, with sums in an order of the reference.
 struct QuantizedLinearArgs {
   static constexpr int kMaxParts = 8;
 
@@ -54,8 +55,21 @@ struct QuantizedLinearArgs {
     for (int64_t i = 0; i < part_count; ++i) sum += parts[i].outputs;
     return sum;
   }
-  // Memory that the product of so many rows needs.
-  PDK_HD int64_t scratch_bytes(int64_t count) const { return quantized.bytes(count); }
+  // Whether some part takes rows quantised.
+  PDK_HD bool quantizes() const {
+    bool some = false;
+    for (int64_t i = 0; i < part_count; ++i) some = some || !parts[i].layout.number_rows;
+    return some;
+  }
+  // Memory that the product of so many rows needs: of quantised ones, and on CUDA of those that stay numbers, which
+  // may have to be padded.
+  PDK_HD int64_t scratch_bytes(int64_t count) const { return quantized.bytes(count) + padded_bytes(count); }
+  PDK_HD int64_t padded_bytes(int64_t count) const {
+    bool numbers = false;
+    for (int64_t i = 0; i < part_count; ++i) numbers = numbers || parts[i].layout.number_rows;
+    return numbers ? count * quantized.blocks * QuantizedLayout::kBlock * static_cast<int64_t>(sizeof(float)) : 0;
+  }
+  PDK_HD void* padded_rows() const { return reinterpret_cast<char*>(quantized.data) + quantized.bytes(rows); }
   PDK_HD void set_rows(const RowsView& from, int64_t count, void* to, void* scratch) {
     x = from, rows = count, out = {to, outputs()}, quantized.data = static_cast<QuantizedBlock*>(scratch);
   }

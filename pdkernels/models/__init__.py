@@ -5,6 +5,7 @@ from pdkernels.models.architectures.callable_model import CallableModel, from_ca
 from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.architectures.gemma4 import Gemma4, Gemma4Config
 from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
+from pdkernels.models.architectures.packing import packed_rows_
 from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.architectures.rope import (
     FactorScaling,
@@ -132,6 +133,7 @@ __all__ = [
     "load_adapter",
     "load_drafter",
     "load_sampler",
+    "packed_rows_",
     "sampler_features",
     "save_drafter",
     "save_gguf",

@@ -11,7 +11,7 @@ from pdkernels._validation import check_device, check_floats, check_index, check
 from pdkernels.backends import Backend
 from pdkernels.ops.library import Draw, call, define
 from pdkernels.ops.quantize import quantize
-from pdkernels.ops.quantized_linear import batched, check_parts
+from pdkernels.ops.quantized_linear import batched, check_parts, refuse_numbers
 from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.reference import grouped_linear as reference
 
@@ -86,7 +86,8 @@ def quantized_grouped_linear(
     Raises:
         ValueError: shapes that do not fit; ends that do not ascend to the rows (not checked on CUDA).
         TypeError: dtypes that do not fit.
-        NotImplementedError: an input that requires a gradient while gradients are recorded, for every backend.
+        NotImplementedError: an input that requires a gradient while gradients are recorded, for every backend; rows
+            that stay as they are (`QuantizedWeight.with_rows`) on CUDA.
 
     Deterministic, and equal to the reference bit for bit.
 
@@ -152,6 +153,7 @@ def _quantized_triton(
 ) -> Tensor:
     from pdkernels.triton.grouped_linear import quantized_forward
 
+    refuse_numbers(QUANTIZED, layouts)
     return quantized_forward(x, weights, layouts, outputs, ends, bias)
 
 

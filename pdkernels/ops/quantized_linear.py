@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._quantized_formats import Layout
+from pdkernels._quantized_formats import ROWS, Layout
 from pdkernels._validation import KERNEL_DTYPES, check_device, check_floats, check_index, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops.library import LIBRARY, Draw, call, define
@@ -31,6 +31,10 @@ def quantized_linear(
     ascending order in float32; the reference states the formula. So neither the other rows, nor threads, nor the
     processor's instructions change a result.
 
+    With ``weight.with_rows("numbers")`` rows stay as they are: products of their elements with codes, in float32, whose
+    sums over 32 columns are multiplied with the scales. On the CPU that has the reference's order of sums, at every
+    level; on CUDA the tensor cores choose an order of theirs, the same for any batch.
+
     Args:
         x: ``(..., width)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
         weight: `QuantizedWeight` of shape ``(outputs, width)``.
@@ -38,14 +42,16 @@ def quantized_linear(
         backend: see `pdkernels.show_config`.
 
     Returns:
-        ``(..., outputs)``, contiguous, dtype of `x`: float32 sums, rounded once. A row with an infinity or NaN is NaN.
+        ``(..., outputs)``, contiguous, dtype of `x`: float32 sums, rounded once. A row with an infinity or NaN is NaN,
+        or nothing finite if rows stay as they are.
 
     Raises:
         ValueError: shapes that do not fit.
         TypeError: dtypes that do not fit.
-        NotImplementedError: an input that requires a gradient while gradients are recorded, for every backend.
+        NotImplementedError: an input that requires a gradient while gradients are recorded, for every backend; rows
+            that stay as they are in Triton, which serves CUDA in builds without nvcc.
 
-    Deterministic, and equal to the reference bit for bit.
+    Deterministic, and equal to the reference bit for bit, but on CUDA for rows that stay as they are.
 
     Source: the formats of github.com/ggml-org/ggml (ggml-common.h); integer products as in Dettmers et al.,
         "LLM.int8()" (2022).
@@ -104,6 +110,12 @@ def check_matrix(op: str, weight: QuantizedWeight) -> None:
         fail(op, "weight", "have shape (outputs, width)", tuple(weight.shape), remedy)
 
 
+def refuse_numbers(op: str, layouts: list[int]) -> None:
+    if any(Layout.of(layout).rows != ROWS[0] for layout in layouts):
+        text = f"pdkernels.{op}: Triton has no product of rows that stay numbers. Use weight.with_rows({ROWS[0]!r})."
+        raise NotImplementedError(text)
+
+
 def check_parts(
     op: str,
     device: torch.device,
@@ -150,6 +162,7 @@ def _triton(
 ) -> Tensor:
     from pdkernels.triton.quantized_linear import forward
 
+    refuse_numbers(OP, layouts)
     out = forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weights, layouts, outputs, bias)
     return out.view(*x.shape[:-1], out.shape[1])
 

@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 
 from pdkernels import _memory
 from pdkernels._host import pack_gguf
-from pdkernels._quantized_formats import BLOCK, GGUF_LAYOUTS, Layout, Quantized, pack, unpack
+from pdkernels._quantized_formats import BLOCK, GGUF_LAYOUTS, ROWS, Layout, Quantized, pack, unpack
 from pdkernels._validation import KERNEL_DTYPES, check, check_type, fail, message
 from pdkernels.ops.library import OPS, call
 
@@ -48,6 +48,8 @@ class QuantizedWeight(torch.nn.Module):
     without parameters: its bytes are buffers, so that `state_dict` and `to(device)` work; `to(dtype)` changes nothing.
 
     Made by `quantize`, or by loading a quantised checkpoint.
+
+    Products quantise the rows of `x` to 8 bits, unless `with_rows("numbers")` says to leave them as they are.
 
     With `matrices` it holds so many of one shape and format, `(matrices, outputs, width)`: the experts of a mixture,
     which `grouped_linear` takes.
@@ -196,6 +198,29 @@ class QuantizedWeight(torch.nn.Module):
     def format(self) -> str:
         """The format's name; several are joined by commas."""
         return ", ".join(dict.fromkeys(self.formats))
+
+    @property
+    def rows(self) -> str:
+        """How products take rows of `x`: "int8", "numbers", or both joined by a comma, see `with_rows`."""
+        return ", ".join(dict.fromkeys(part.layout.rows for part in self.parts()))
+
+    def with_rows(self, rows: str) -> QuantizedWeight:
+        """The same matrix, which shares its memory, for products that take rows of `x` in another way.
+
+        Args:
+            rows: "int8" quantises them to 8 bits in blocks of 32 columns, as llama.cpp does, which is fastest on CPUs
+                and has the bits of the reference everywhere. "numbers" leaves them as they are (W4A16), as users of AWQ
+                and GPTQ expect: a product loses nothing but the rounding of float32 sums. See `quantized_linear`.
+
+        Example:
+            >>> import torch, pdkernels as pd
+            >>> weight, x = pd.quantize(2 * torch.eye(32), "q4_0"), torch.arange(32.0)
+            >>> pd.quantized_linear(x, weight)[:4], pd.quantized_linear(x, weight.with_rows("numbers"))[:4]
+            (tensor([0.0000, 1.9528, 3.9055, 5.8583]), tensor([0., 2., 4., 6.]))
+        """
+        check(rows in ROWS, OP, "rows", f"be one of {', '.join(ROWS)}", repr(rows))
+        parts = [part._replace(layout=part.layout._replace(rows=rows)) for part in self.parts()]
+        return QuantizedWeight(parts, self.width, self.matrices).train(self.training)
 
     @property
     def data(self) -> list[Tensor]:

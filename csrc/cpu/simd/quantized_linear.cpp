@@ -3,22 +3,28 @@
 // A lane is an output. The products of a block of the width are whole numbers, summed exactly by whatever instructions
 // a level has; the blocks of an output are added up in ascending order, each product of scales rounded on its own. So
 // an element of the result has the same bits at every level, however many rows and outputs are computed together.
-#include "quantized_tiles.h"
+#include "quantized_numbers.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// The outputs [first, first + count) of the rows of a piece from their sums, where they are not there yet.
+// The outputs [first, first + count) of a row from its sums.
+template <class T>
+PDK_INLINE void finish_row(const QuantizedLinearArgs& args, const float* sums, int64_t row, int64_t first,
+                           int64_t count) {
+  const T* bias = static_cast<const T*>(args.bias);
+  T* out = args.out.row<T>(row) + first;
+  for_vectors(0, count, [&](int64_t at, auto lanes) {
+    const Vec sum = load(sums + at, Whole{});
+    store(out + at, bias == nullptr ? sum : sum + load(bias + first + at, lanes), lanes);
+  });
+}
+
+// Those of the rows of a piece, where they are not there yet.
 template <class T>
 void finish(const QuantizedLinearArgs& args, const Piece& piece, int64_t first, int64_t count) {
-  const T* bias = static_cast<const T*>(args.bias);
   for (int64_t row = piece.left(); row < piece.row + piece.rows; ++row) {
-    const float* sums = piece.of(row);
-    T* out = args.out.row<T>(row) + first;
-    for_vectors(0, count, [&](int64_t at, auto lanes) {
-      const Vec sum = load(sums + at, Whole{});
-      store(out + at, bias == nullptr ? sum : sum + load(bias + first + at, lanes), lanes);
-    });
+    finish_row<T>(args, piece.of(row), row, first, count);
   }
 }
 
@@ -161,7 +167,30 @@ void multiply_part(const QuantizedLinearArgs& args, const QuantizedPart& part, c
   }
 }
 
-// The tiles [from, to) of all rows, which are quantised; `matrix`: the number of the matrix, of those of each part.
+// The same with rows that stay numbers.
+template <class T>
+void multiply_part_by_numbers(const QuantizedLinearArgs& args, const QuantizedPart& part, const uint8_t* data,
+                              int64_t from, int64_t to, int64_t first) {
+  const int64_t blocks = args.quantized.blocks, most = smaller(args.rows, NumberRows::kMost);
+  const int64_t floats = most * Layout::kTile + NumberRows::floats(most, blocks);
+  auto* memory = reinterpret_cast<float*>(thread_scratch(floats * static_cast<int64_t>(sizeof(float))));
+  for (int64_t row = 0; row < args.rows && from < to; row += most) {
+    float* numbers = memory + most * Layout::kTile;
+    const NumberRows x{numbers, numbers + most * blocks * Layout::kBlock, smaller(most, args.rows - row), blocks};
+    x.fill<T>(args, row);
+    for (int64_t t = from; t < to; ++t) {
+      const uint8_t* tile = data + t * part.layout.tile_bytes(args.width);
+      multiply_numbers<(sizeof(T) < sizeof(float))>(part.layout, tile, args.width, x, memory);
+      const int64_t output = t * Layout::kTile, count = smaller(Layout::kTile, part.outputs - output);
+      for (int64_t r = 0; r < x.rows; ++r) {
+        finish_row<T>(args, memory + r * Layout::kTile, row + r, first + output, count);
+      }
+    }
+  }
+}
+
+// The tiles [from, to) of all rows, which are quantised where a part needs it; `matrix`: the number of the matrix, of
+// those of each part.
 template <class T>
 void multiply_tiles(const QuantizedLinearArgs& args, int64_t matrix, int64_t from, int64_t to) {
   int64_t first = 0, before = 0;  // outputs and tiles of the parts before
@@ -169,7 +198,8 @@ void multiply_tiles(const QuantizedLinearArgs& args, int64_t matrix, int64_t fro
     const QuantizedPart& part = args.parts[p];
     const int64_t own = Layout::tiles(part.outputs);
     const uint8_t* data = part.data + matrix * own * part.layout.tile_bytes(args.width);
-    multiply_part<T>(args, part, data, larger(from - before, 0), smaller(own, to - before), first);
+    const auto multiply = part.layout.number_rows ? multiply_part_by_numbers<T> : multiply_part<T>;
+    multiply(args, part, data, larger(from - before, 0), smaller(own, to - before), first);
     first += part.outputs, before += own;
   }
 }
@@ -183,7 +213,7 @@ PDK_INLINE int64_t tile_groups(const QuantizedLinearArgs& args) {
 
 template <class T>
 void linear_of(const QuantizedLinearArgs& args) {
-  for_rows(args.rows, args.width,
+  for_rows(args.quantizes() ? args.rows : 0, args.width,
            [&](int64_t row) { quantize_row(args.x.row<const T>(row), args.width, args.quantized, row); });
   for_ranges(tile_groups(args), kTiles * Layout::kTile * args.width * smaller(args.rows, 4),
              [&](int64_t from, int64_t to) { multiply_tiles<T>(args, 0, kTiles * from, kTiles * to); });
@@ -193,7 +223,7 @@ template <class T>
 void grouped_linear_of(const QuantizedGroupedLinearArgs& args) {
   const QuantizedLinearArgs& all = args.all;
   const RowGroup* used = args.groups.used;
-  for_rows(args.groups.count, all.width * (all.rows / args.groups.count), [&](int64_t u) {
+  for_rows(all.quantizes() ? args.groups.count : 0, all.width * (all.rows / args.groups.count), [&](int64_t u) {
     for (int64_t i = 0; i < used[u].count; ++i) {
       quantize_row(all.x.row<const T>(used[u].first + i), all.width, all.quantized, used[u].slot + i);
     }
@@ -207,7 +237,7 @@ void grouped_linear_of(const QuantizedGroupedLinearArgs& args) {
       next = smaller(first + tiles, to);
       QuantizedLinearArgs own = all;
       own.rows = group.count;
-      own.out.data = all.out.row<T>(group.first);
+      own.x.data = all.x.row<T>(group.first), own.out.data = all.out.row<T>(group.first);
       own.quantized.data = all.quantized.row(group.slot);
       if (own.bias != nullptr) own.bias = static_cast<const T*>(own.bias) + group.matrix * args.outputs;
       multiply_tiles<T>(own, group.matrix, kTiles * (from - first), kTiles * (next - first));

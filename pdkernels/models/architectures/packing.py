@@ -53,6 +53,36 @@ def adopt_(model: nn.Module, state: Mapping[str, Stated]) -> None:
     model.load_state_dict(tensors, assign=True)
 
 
+def packed_rows_(model: _Model, rows: str) -> _Model:
+    """Makes products with all packed matrices of a model take rows of `x` in another way, in place.
+
+    Args:
+        model: of `load`, of `quantize`, or wrapped; any module with a `QuantizedWeight` in it.
+        rows: "int8" or "numbers", see `QuantizedWeight.with_rows`.
+
+    Returns:
+        `model`. Its matrices share the memory of those before.
+
+    Raises:
+        ValueError: other rows, or a model without packed matrices.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> model = pd.quantize(pd.models.load("tiny-code"), "int8")
+        >>> pd.models.packed_rows_(model, "numbers").embedding.rows
+        'numbers'
+    """
+    changed: dict[int, QuantizedWeight] = {}
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, QuantizedWeight):
+                if id(child) not in changed:
+                    changed[id(child)] = child.with_rows(rows)
+                setattr(module, name, changed[id(child)])
+    check(bool(changed), "packed_rows_", "model", "have packed matrices", "none")
+    return model
+
+
 def quantized_state(
     model: nn.Module,
     format: str,

@@ -22,7 +22,7 @@ from pdkernels.models.architectures.caches import with_cache_dtype
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.gemma4 import Gemma4, Gemma4Config
 from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
-from pdkernels.models.architectures.packing import Stated, adopt_
+from pdkernels.models.architectures.packing import Stated, adopt_, packed_rows_
 from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.architectures.rope import (
     FactorScaling,
@@ -89,6 +89,7 @@ def load(
     adapter: str | Path | None = None,
     drafter: str | Path | None = None,
     packed: bool | None = None,
+    packed_rows: str | None = None,
     cache_dtype: torch.dtype | None = None,
 ) -> Model:
     """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
@@ -119,6 +120,8 @@ def load(
             unless an adapter is merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that
             cannot stay packed. Of a folder, these are the matrices that its ``quantization_config`` is for: AWQ, GPTQ,
             whole numbers of compressed-tensors, or the MXFP4 of gpt-oss.
+        packed_rows: "numbers" lets products with packed matrices leave their other factor as it is (W4A16), as users of
+            AWQ and GPTQ expect; "int8" and None: they quantise it. See `packed_rows_`.
         cache_dtype: of the KV caches that the model makes (`Transformer.cache_dtype`): torch.int8 for rows of 8 bits,
             which take about half the memory of 16 bits and are read in every method alike; of a float32 model, such as
             a packed one, torch.float16 for rows in half the memory, on CPUs; None: the model's.
@@ -144,12 +147,20 @@ def load(
     """
     if drafter is not None and (drafter_method(drafter) or is_own_folder(name_or_path, drafter)):
         model: Any = load(
-            name_or_path, dtype=dtype, device=device, adapter=adapter, packed=packed, cache_dtype=cache_dtype
+            name_or_path,
+            dtype=dtype,
+            device=device,
+            adapter=adapter,
+            packed=packed,
+            packed_rows=packed_rows,
+            cache_dtype=cache_dtype,
         )
         head = load_drafter(drafter, model)
         model.drafters = {head.method: head}
         return cast(Model, model)
     loaded = _load(name_or_path, dtype, device, adapter, drafter, packed)
+    if packed_rows is not None:
+        packed_rows_(cast(torch.nn.Module, loaded), packed_rows)
     return cast(Model, with_cache_dtype(OP, loaded, cache_dtype))
 
 

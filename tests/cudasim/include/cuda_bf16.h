@@ -1,4 +1,4 @@
-// CUDA's bfloat16: conversions to and from float, and maxima. Kernels compute in float.
+// CUDA's bfloat16: conversions to and from float, differences and maxima. Kernels compute in float.
 #pragma once
 
 #include <bit>
@@ -24,6 +24,11 @@ inline float2 __bfloat1622float2(__nv_bfloat162 h) { return {__bfloat162float(h.
 inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return {__float2bfloat16_rn(v.x), __float2bfloat16_rn(v.y)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
   return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
+
+inline __nv_bfloat162 __hsub2(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __floats2bfloat162_rn(__bfloat162float(a.x) - __bfloat162float(b.x),
+                               __bfloat162float(a.y) - __bfloat162float(b.y));
 }
 
 // The larger of each pair, NaN if one of them is.

@@ -1,4 +1,5 @@
-// CUDA's half: conversions to and from float, and maxima. Kernels compute in float; other arithmetic is left out.
+// CUDA's half: conversions to and from float, differences and maxima. Kernels compute in float; other arithmetic is
+// left out.
 #pragma once
 
 #include <bit>
@@ -22,6 +23,10 @@ inline __half __float2half(float x) { return __float2half_rn(x); }
 inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 inline __half2 __float22half2_rn(float2 v) { return {__float2half_rn(v.x), __float2half_rn(v.y)}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+
+inline __half2 __hsub2(__half2 a, __half2 b) {
+  return __floats2half2_rn(__half2float(a.x) - __half2float(b.x), __half2float(a.y) - __half2float(b.y));
+}
 
 // The larger of each pair, NaN if one of them is.
 inline __half __hmax_nan(__half a, __half b) {
