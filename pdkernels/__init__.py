@@ -4,7 +4,7 @@
 batching by `pd.Engine`, models in `pd.models`, slow and simple references in `pd.reference`.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 import pdkernels._early_answers  # noqa: F401  it may answer and end here
 from pdkernels import _python as _python
@@ -17,7 +17,7 @@ from pdkernels.config import __version__ as __version__
 from pdkernels.config import show_config as show_config
 from pdkernels.ops import *  # noqa: F403
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from pdkernels import decoding as decoding
     from pdkernels import models as models
     from pdkernels.engine import Engine as Engine
@@ -40,7 +40,7 @@ vars()["__all__"] = [*_OTHERS, *vars(ops)["__all__"]]
 _ON_DEMAND = {"decoding": "decoding", "models": "models", "Engine": "engine"}
 """Names and their modules, which are imported when they are used: ops alone need a third of the time."""
 
-if not _TYPE_CHECKING:  # a type checker would take it for a module in which every name exists
+if not _typing.TYPE_CHECKING:  # a type checker would take it for a module in which every name exists
 
     def __getattr__(name: str) -> object:
         if name not in _ON_DEMAND:
