@@ -88,7 +88,7 @@ ON_GPU += [Case("dual-stream", (4096, 0), 128, torch.bfloat16, backward, (32, 8)
 ON_GPU += [Case("causal", (8192, 0), 128, torch.bfloat16, True, (32, 8))]
 DRY = [
     Case(layout, size, 16, torch.bfloat16, False, (4, 2))
-    for layout, size in (("noise-aware", (32, 2)), ("dual-stream", (64, 0)))
+    for layout, size in (("noise-aware", (32, 2)), ("dual-stream", (64, 0)), ("causal", (64, 0)))
 ]
 CASES = {"cpu": ON_CPU, "cuda": ON_GPU, "dry": DRY}
 

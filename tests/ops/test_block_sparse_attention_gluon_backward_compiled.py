@@ -24,12 +24,12 @@ BUDGETS = {
     "fp16:64:64:keys": Budget(280, 100_936, masked=440),
     "bf16:128:128:keys,negative": Budget(345, 199_240, masked=505, spill=16),
 }
-# All in one pass: a step has 128 keys and 64 queries, its loop serves masks and last turns too, and loads a number again that has no register.
+# All in one pass: a step has 128 keys and 64 queries, its loop serves masks and last turns too, and loads one or two numbers again that have no register.
 ONE_PASS = {
     "bf16:128:128:one-pass": Budget(800, 198_848, spill=56),
     "fp16:128:64:one-pass,lse,negative": Budget(860, 198_848, spill=96),
 }
-RELOADS = 1
+RELOADS = 2
 # 64 x N x 16 products in a step: of the scores, of their gradients, and of dQ, or of dK and dV.
 PRODUCTS = {"dq": {128: 20, 64: 12}, "keys": {128: 24, 64: 16}}
 # How many are under way after each wait. Scores of dQ are waited for while two products run, their gradients while one does; of dK and dV
