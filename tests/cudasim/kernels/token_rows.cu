@@ -8,7 +8,8 @@
 using namespace pdkernels;
 using namespace pdkernels::cuda;
 
-// Integers of a row: the id, then top_k ids. Floats: probability, margin, entropy, log-sum-exp, then top_k probabilities.
+// Integers of a row: the id, then top_k ids. Floats: probability, margin, entropy, log-sum-exp, then top_k
+// probabilities.
 FIXTURE run_token_rows(const __nv_bfloat16* logits, int64_t* ids, float* numbers, int rows, int width, int blocks,
                        int top_k, int draws) {
   TokenStatisticsArgs args = {};
