@@ -22,6 +22,8 @@ class Tiling(NamedTuple):
     """Instructions that a warp issues for a chunk and all its groups, the turn with the sums included."""
     skipped: int = 0
     """Of these, what a group that has no rows saves."""
+    along: int = WARPS
+    """Warps that share tiles, and the width."""
 
 
 class Form(NamedTuple):
@@ -41,9 +43,14 @@ class Form(NamedTuple):
 
 FORMS = {
     "int8": Form(
-        ((8, 0, Tiling(2, 1, 4, 450)), (16, 0, Tiling(1, 2, 4, 500)), (64, 0, Tiling(1, 4, 2, 480))),
+        (
+            (8, 1584, Tiling(1, 1, 8, 430, along=1)),
+            (8, 0, Tiling(1, 1, 8, 525)),
+            (16, 0, Tiling(1, 2, 4, 500)),
+            (64, 0, Tiling(1, 4, 2, 480)),
+        ),
         turn=150,
-        near=0,
+        near=300,
         row_bytes=1.5,
         launches=2,
     ),
@@ -64,10 +71,12 @@ def seconds(device: Device, form: str, rows: int, outputs: int, width: int) -> f
     tiling = next(tiling for most, least, tiling in how.tilings if rows <= most and tiles >= least)
     groups = -(-rows // 8)
     row_tiles = -(-groups // tiling.groups)
-    on_sm = -(-(-(-tiles // tiling.tiles) * row_tiles) // device.sms)
-    abreast, chunks = min(on_sm, ABREAST), -(-blocks // (WARPS * tiling.blocks))
+    on_sm = -(-(-(-tiles // (tiling.tiles * WARPS // tiling.along)) * row_tiles) // device.sms)
+    abreast, chunks = min(on_sm, ABREAST), -(-blocks // (tiling.along * tiling.blocks))
     slots = tiling.slots - tiling.skipped * max(tiling.groups - groups, 0)
-    waits = max(WARPS * how.turn, device.latency * device.clock) if how.turn else how.near
+    # Memory is read ahead by registers while others have their turns, or fetched to L2.
+    turns = how.turn and tiling.along > 1
+    waits = max(WARPS * how.turn, device.latency * device.clock) if turns else how.near
     chunk = slots * max(device.alone, abreast * WARPS / 4) + waits
     chain = on_sm / abreast * chunks * chunk + device.latency * device.clock
     read = packed_bytes("half 4", outputs, width)

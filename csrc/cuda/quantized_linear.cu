@@ -1,9 +1,9 @@
 // Products of few rows with a quantised matrix on CUDA, bound by reading the matrix.
 //
-// A block of threads owns `kTiles` tiles of 16 outputs and `kGroups` groups of eight rows. Its warps take turns along
-// the width: each multiplies a chunk of `kChunk` blocks of 32 columns on the tensor cores while the others' chunks are
-// on their way, and adds it to the sums when those before it have been added, so that the order is that of the
-// reference.
+// `kAlong` warps of a block of threads share `kTiles` tiles of 16 outputs and `kGroups` groups of eight rows. They take
+// turns along the width: each multiplies a chunk of `kChunk` blocks of 32 columns on the tensor cores while the others'
+// chunks are on their way, and adds it to the sums when those before it have been added, so that the order is that of
+// the reference. Where there are enough tiles, each warp has its own, and no turns to wait for.
 #include "int8_mma.h"
 #include "quantized_chunks.h"
 #include "quantized_rows.h"
@@ -119,13 +119,15 @@ struct Sums {
   }
 };
 
-template <Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
+template <Scales kScales, int kBits, int kTiles, int kGroups, int kChunk, int kAlong>
 __global__ void __launch_bounds__(kThreads, 2) product_kernel(Products p) {
   using K = Kind<kScales, kBits>;
   __shared__ float handed[kTiles * kGroups * 4][32];  // from warp to warp
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int64_t first_tile = blockIdx.x / p.row_tiles * kTiles, last_tile = Layout::tiles(p.outputs) - 1;
+  const int along = warp % kAlong;
+  const int64_t first_tile = int64_t{blockIdx.x / p.row_tiles * (kWarps / kAlong) + warp / kAlong} * kTiles;
+  const int64_t last_tile = Layout::tiles(p.outputs) - 1;
   const int64_t first_group = static_cast<int64_t>(blockIdx.x % p.row_tiles) * kGroups;
   const int64_t last_group = (p.row_count + kRows - 1) / kRows - 1;
   const uint8_t* tile[kTiles];
@@ -137,15 +139,24 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(Products p) {
 
   float total[kTiles][kGroups][4] = {};
   Chunk<kScales, kBits, kTiles, kChunk> read;
-  if (p.blocks > 0) read.load(p, tile, warp * kChunk, g, t);
-  for (int round = 0; round < p.blocks; round += kWarps * kChunk) {
-    const int first = round + warp * kChunk;
+  using Fetched = Fetching<K>;
+  const Fetched fetching(p, lane == 0 ? tile[0] : tile[kTiles - 1], 0, kAlong == 1 ? p.blocks : 0, lane < kTiles);
+  if (p.blocks > 0) read.load(p, tile, along * kChunk, g, t);
+  for (int round = 0; round < p.blocks; round += kAlong * kChunk) {
+    const int first = round + along * kChunk;
+    if (kAlong == 1 && round % Fetched::kStep == 0) {
+      fetching.ask(round + Fetched::kAhead, round + Fetched::kAhead + Fetched::kStep);
+    }
     Sums<K, kTiles, kGroups, kChunk> sums;
     sums.template multiply_chunk<kBits>(read, rows, p, first, g, t);
-    read.load(p, tile, first + kWarps * kChunk, g, t);
+    read.load(p, tile, first + kAlong * kChunk, g, t);
+    if constexpr (kAlong == 1) {
+      sums.add_to(total, p.blocks - first);
+      continue;
+    }
 #pragma unroll 1
-    for (int turn = 0; turn < kWarps; ++turn) {
-      if (turn == warp) {
+    for (int turn = 0; turn < kAlong; ++turn) {
+      if (turn == along) {
         float* own = &handed[0][lane];
 #pragma unroll
         for (int i = 0; i < kTiles * kGroups * 4; ++i) {
@@ -158,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(Products p) {
       __syncthreads();
     }
   }
-  if (warp != kWarps - 1) return;
+  if (along != kAlong - 1) return;
 #pragma unroll
   for (int i = 0; i < kTiles * kGroups * 4; ++i) {
     const int64_t output = (first_tile + i / 4 / kGroups) * Layout::kTile + g + i % 4 / 2 * 8;
@@ -172,14 +183,18 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(Products p) {
   }
 }
 
-template <Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
+template <Scales kScales, int kBits, int kTiles, int kGroups, int kChunk, int kAlong>
 void launch_tiling(Products& p, cudaStream_t stream) {
   const int64_t groups = (p.row_count + kRows - 1) / kRows;
   p.row_tiles = static_cast<int>((groups + kGroups - 1) / kGroups);
-  const int64_t tiles = (Layout::tiles(p.outputs) + kTiles - 1) / kTiles;
-  PDK_LAUNCH((product_kernel<kScales, kBits, kTiles, kGroups, kChunk>),
+  constexpr int kOwned = kTiles * (kWarps / kAlong);
+  const int64_t tiles = (Layout::tiles(p.outputs) + kOwned - 1) / kOwned;
+  PDK_LAUNCH((product_kernel<kScales, kBits, kTiles, kGroups, kChunk, kAlong>),
              dim3(static_cast<unsigned>(tiles * p.row_tiles)), dim3(kThreads), 0, stream, p);
 }
+
+// From twelve tiles for each of an H200's 132 multiprocessors on, its warps are busy without turns.
+constexpr int64_t kManyTiles = 12 * 132;
 
 // Sums and what is read ahead fill the registers of two blocks of threads on a multiprocessor, and no more.
 template <Scales kScales, int kBits>
@@ -187,11 +202,16 @@ void launch_kind(Products& p, cudaStream_t stream) {
   using K = Kind<kScales, kBits>;
   constexpr int kLess = K::kMultiples ? 2 : 1;
   if (p.row_count <= kRows) {
-    launch_tiling<kScales, kBits, 2, 1, (K::kWords > 1 || K::kMultiples || K::kMinimum ? 2 : 4)>(p, stream);
+    constexpr int kChunk = K::kWords > 1 || K::kMultiples || K::kMinimum ? 4 : 8;
+    if (Layout::tiles(p.outputs) >= kManyTiles) {
+      launch_tiling<kScales, kBits, 1, 1, kChunk, 1>(p, stream);
+    } else {
+      launch_tiling<kScales, kBits, 1, 1, kChunk, kWarps>(p, stream);
+    }
   } else if (p.row_count <= 2 * kRows) {
-    launch_tiling<kScales, kBits, 1, 2, 4 / kLess>(p, stream);
+    launch_tiling<kScales, kBits, 1, 2, 4 / kLess, kWarps>(p, stream);
   } else {
-    launch_tiling<kScales, kBits, 1, 4, 2 / kLess>(p, stream);
+    launch_tiling<kScales, kBits, 1, 4, 2 / kLess, kWarps>(p, stream);
   }
 }
 

@@ -147,35 +147,6 @@ __device__ void add_chunk(const Read& read, const char* const (&rows)[kGroups], 
   }
 }
 
-// Asks L2 for whole sixteens of bytes, from Hopper on. A warp has registers for one chunk on its way, and would wait
-// for memory after each; L2 is four times as near.
-__device__ inline void fetch(const uint8_t* from, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-#endif
-}
-
-// What a lane fetches of a tile for a warp: the headers of its piece at once, and codes `kAhead` blocks ahead.
-template <class K>
-struct Fetching {
-  static constexpr int kStep = 8, kAhead = 2 * kStep;  // whole chunks, and pieces are whole steps
-
-  const uint8_t* codes;
-  int last;  // of the piece; 0: another lane does it
-
-  __device__ Fetching(const PackedPart& p, const uint8_t* tile, int first, int last, bool fetches)
-      : codes(tile + p.headers), last(fetches && reinterpret_cast<uintptr_t>(tile) % 16 == 0 ? last : 0) {
-    if (first >= this->last) return;
-    const int size = K::kGroupBlocks > 1 || K::kOneBlock ? K::kGroupBlocks : p.group_blocks;
-    const int group = first / size, groups = (last - 1) / size - group + 1;
-    fetch(tile + int64_t{group} * K::kHeaderBytes, groups * K::kHeaderBytes);
-    ask(first, first + kAhead);
-  }
-  __device__ void ask(int from, int to) const {
-    if (from < last) fetch(codes + int64_t{from} * K::kCodeBytes, (min(to, last) - from) * K::kCodeBytes);
-  }
-};
-
 template <class T, Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
 __global__ void __launch_bounds__(kThreads, 2) number_kernel(NumberProducts p) {
   using K = Kind<kScales, kBits>;
