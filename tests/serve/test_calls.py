@@ -241,6 +241,7 @@ def test_calls_that_the_model_chooses(serve: Any) -> None:
     assert [json.loads(one.function.arguments) for one in whole.message.tool_calls] == [{"city": "Rome", "days": 3}] * 2
     assert "".join(one.token for one in whole.logprobs.content) == f"So\n{call}\n{call}"
     pieces = list(create(stream=True, n=2, seed=1))
+    assert [one.choices[0].index for one in pieces][:2] == [0, 1], "openai refuses others"
     for index in range(2):
         deltas = [one.choices[0].delta for one in pieces if one.choices[0].index == index]
         assert "".join(delta.content or "" for delta in deltas) == "So"
