@@ -275,15 +275,17 @@ def shared(device: Device, work: Shared) -> float:
 
 HELD = 32
 """Keys that a thread holds in registers."""
-LOOK, TOTAL, PLACE = 3.5, 60, 67
-"""Instructions that a warp issues for a key of a lane, for the sum over a block, and for 32 rows that get their places, as compiled."""
+LOOK, READ, TOTAL, PLACE = 3.5, 5, 60, 67
+"""Instructions that a warp issues for a key of a lane in registers, for one in memory, of which 8 are under way, for the sum over a
+block, and for 32 rows that get their places, as compiled."""
 
 
 def choice(device: Device, rows: int, threads: int) -> float:
     """Seconds of the kernel that finds the rows with the lowest keys, a block a sequence: 33 looks at all keys, of which the first are in
     registers, and two passes in which the rows get their places."""
     turns, schedulers = -(-rows // threads), threads / 32 / 4
-    look = turns * LOOK * schedulers + TOTAL * device.alone + max(0, turns - HELD) * device.near
+    look = min(turns, HELD) * LOOK * schedulers + TOTAL * device.alone
+    look += max(0, turns - HELD) * (READ * schedulers + device.near / 8)
     cycles = 33 * look + turns * PLACE * schedulers + 2 * -(-turns // 4) * device.near
     return device.launch + 3 * device.latency + cycles / device.clock
 

@@ -98,6 +98,8 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __gri
   if (n == 0) return;
   const uint32_t* keys = args.keys + b * args.rows;
   const auto key_of = [&](int64_t row) { return row < count ? keys[row] : ~0u; };  // no row is above the cut
+  constexpr int kHeldRows = kChoiceThreads * kHeldKeys;
+  const int rest = static_cast<int>(count - kHeldRows);
   uint32_t held[kHeldKeys];
 #pragma unroll
   for (int j = 0; j < kHeldKeys; ++j) held[j] = key_of(int64_t{kChoiceThreads} * j + threadIdx.x);
@@ -109,8 +111,8 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __gri
 #pragma unroll
       for (int j = first; j < first + 4; ++j) smaller += held[j] < key;
     }
-    for (int64_t row = int64_t{kChoiceThreads} * kHeldKeys + threadIdx.x; row < count; row += kChoiceThreads)
-      smaller += keys[row] < key;
+#pragma unroll 8
+    for (int row = threadIdx.x; row < rest; row += kChoiceThreads) smaller += keys[kHeldRows + row] < key;
     return static_cast<int64_t>(block_sum<kChoiceThreads>(smaller, warp_sums));
   });
   // A warp has adjacent rows, whose places follow from how many rows the warps before it have.
