@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import pdkernels as pd
+
 pytest.importorskip("triton", reason="needs triton")
 from pdkernels._attention import AttentionArguments
 from pdkernels.masks import causal, dual_stream, noise_aware_causal
@@ -196,3 +198,23 @@ def test_a_planted_fault_is_found(name: str) -> None:
         except (Fault, AssertionError):
             return
     pytest.fail(f"{name}: not found in {FOUND_WITHIN} schedules")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mask", [causal(1500), dual_stream(1024, 32)], ids=["causal", "dual-stream"])
+def test_cuda_repeats_its_bits_and_has_the_gradients_of_two_passes(mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(1, mask.q_len, heads, 128, generator=generator).bfloat16().cuda() for heads in (8, 2, 2, 8)
+    )
+    inputs, plan = [x.requires_grad_() for x in (q, k, v)], mask.plan(128, 128, "cuda")
+
+    def gradients(setting: str) -> tuple[Tensor, ...]:
+        monkeypatch.setenv("PDKERNELS_GLUON", setting)
+        return torch.autograd.grad(pd.block_sparse_attention(*inputs, plan), inputs, grad)
+
+    expected, first = gradients("auto"), gradients("one-pass")
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients("one-pass")))
+    for a, b in zip(first, expected):
+        assert (a - b).float().norm() < 0.01 * b.float().norm()
