@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Expected: np.floor_divide is `//`, np.divmod is the pair of `//` and `%`, and np.fmod has the sign of the dividend, as in NumPy.
-# Seen: in numba 0.68.1 np.floor_divide and np.divmod of floats round the quotient down: 1 by 0.1 is 10 with a remainder of 0.1, and -1 by infinity is -0; `//` in the same
+# Seen: in numba 0.68.1 np.floor_divide and np.divmod of floats take the floor of a quotient that is already rounded: 1 by 0.1 is 10 with a remainder of 0.1, and -1 by infinity is -0; `//` in the same
 # function is right. np.fmod of negative integers divides them as unsigned ones: fmod(-7, 3) is 0 and fmod(7, -3) is 7; of floats it is right. Nothing is said.
 # Output seen: "1 by 0.1: // 9.0, floor_divide 10.0, divmod 10.0 and 0.09999999999999995", "-1 by inf: // -1.0, floor_divide -0.0, divmod -0.0 and inf",
 # "fmod of -7, 7, -7 and 3, -3, -3: int64 [0, 7, -7], float64 [-1.0, 1.0, -1.0]".
@@ -14,9 +14,6 @@ import numba
 import numpy as np
 
 print("numba", numba.__version__, "numpy", np.__version__)
-
-
-
 compiled = numba.njit(lambda a, b: (a // b, np.floor_divide(a, b), np.divmod(a, b)))
 fmod = numba.njit(lambda a, b: np.fmod(a, b))
 dividends, divisors = np.array([1.0, -1.0]), np.array([0.1, np.inf])

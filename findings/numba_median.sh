@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Expected: np.median in a compiled function is NumPy's: NaN where there is one, and the mean of the two numbers in the middle as a float64.
-# Seen: in numba 0.68.1 NaN counts as a number of any size, so that the median depends on where it stands, and half the sum of two integers is taken in 64 bits, which wraps:
+# Seen: in numba 0.68.1 NaN is compared like a number, so that the median depends on where it stands, and half the sum of two integers is taken in 64 bits, which wraps:
 # the median of 2^62 twice is negative, of uint64 2^63 twice it is 0. np.percentile and np.quantile are right. Nothing is said.
 # Output seen: "[nan, 1, 3, -1]: numba 2.0, percentile nan, numpy nan", "[1, 2, 3, 4, nan]: numba 3.0, percentile nan, numpy nan",
 # "[2^62, 2^62]: numba -4.611686018427388e+18, percentile 4.611686018427388e+18, numpy 4.611686018427388e+18", "[2^63, 2^63]: numba 0.0, percentile 9.223372036854776e+18,

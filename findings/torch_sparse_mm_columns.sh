@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Expected: torch.sparse.mm of two sparse matrices is their product, whatever the layout, as `@` is.
-# Seen: in torch 2.13.0 on a CPU torch.sparse.mm of two CSC matrices has no values, of every dtype, whatever the matrices: all zeros, whose column pointers still count the
-# right number of entries, so that the tensor contradicts itself. `@`, torch.mm, and CSR matrices, also one behind a CSC, give the product; the other way round it is refused. Nothing is said.
+# Seen: in torch 2.13.0 on a CPU torch.sparse.mm of two CSC matrices has no values, whatever the matrices: all zeros, whose column pointers still count the right number of
+# entries, so that the tensor contradicts itself. `@` gives the product, and so do CSR matrices, also one behind a CSC. Nothing is said.
 # Output seen: "csr csr: [[9.0, 2.0], [0.0, 3.0]], with @ [[9.0, 2.0], [0.0, 3.0]]", "csc csc: [[0.0, 0.0], [0.0, 0.0]], with @ [[9.0, 2.0], [0.0, 3.0]]", and for the latter
 # "0 values, column pointers [0, 1, 3]".
 set -euo pipefail

@@ -42,23 +42,19 @@ def output(weight, x, config):
     return model(x).detach().float()
 
 
-seen = []
+texts, kept = [], []
 for dtype in (torch.float16, torch.bfloat16):
     values = {name: float(output(torch.ones(64, 64), torch.full((1, 64), 10.0, dtype=dtype), config)[0, 0]) for name, config in configs.items()}
-    seen.append(f"{str(dtype)[6:]}: " + ", ".join(f"{name} {value:.0f}" for name, value in values.items()))
+    kept += [name for name, value in values.items() if abs(value - 640) < 10]
+    texts.append(f"{str(dtype)[6:]}: " + ", ".join(f"{name} {value:.0f}" for name, value in values.items()))
 torch.manual_seed(0)
 weight, x = 0.1 * torch.rand(64, 64), torch.full((1, 64), 20.0, dtype=torch.float16)
 right = (x.float() @ weight.half().float().T)[0]
 infinite = torch.isinf(output(weight, x, configs["Int8WeightOnly"])).sum()
-seen.append(f"float16, outputs from {right.min():.0f} to {right.max():.0f}: {infinite} of 64 infinite")
-print(*seen, sep="\n")
-expected = [
-    "float16: Int8WeightOnly inf, in groups 638, Int8DynamicActivation inf, asymmetric inf, Intx 638",
-    "bfloat16: Int8WeightOnly 640, in groups 640, Int8DynamicActivation 636, asymmetric 636, Intx 640",
-    "float16, outputs from 49 to 74: 63 of 64 infinite",
-]
-sys.exit(seen != expected)
+texts.append(f"float16, outputs from {right.min():.0f} to {right.max():.0f}: {infinite} of 64 infinite")
+print(*texts, sep="\n")
+sys.exit(not (kept == ["in groups", "Intx", *configs] and right.isfinite().all() and infinite > 32))
 PYTHON
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q --disable-pip-version-check --no-compile torch==2.13.0 torchao==0.18.0 numpy==2.4.6
-"$folder/venv/bin/python" "$folder/seen.py" 2> "$folder/warnings"
+"$folder/venv/bin/python" "$folder/seen.py" 2> "$folder/warnings" || { cat "$folder/warnings" >&2; exit 1; }

@@ -45,4 +45,4 @@ sys.exit(not (right and left["SYMMETRIC"] == 0 and errors["ASYMMETRIC"] > 0.95 a
 PYTHON
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q --disable-pip-version-check --no-compile torch==2.13.0 torchao==0.18.0 numpy==2.4.6
-"$folder/venv/bin/python" "$folder/seen.py" 2> "$folder/warnings"
+"$folder/venv/bin/python" "$folder/seen.py" 2> "$folder/warnings" || { cat "$folder/warnings" >&2; exit 1; }

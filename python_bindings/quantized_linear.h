@@ -46,7 +46,11 @@ inline Tensor quantized_linear(const Tensor& x, const Tensors& weights, const st
   const int64_t total = args.outputs();
   const OptionalTensor held = unpack_bias(device, x.scalar_type(), bias, {total}, args.bias);
   Tensor out = torch::stable::new_empty(x, shape_of(x, total), x.scalar_type());
-  const Tensor scratch = torch::stable::new_empty(x, {args.scratch_bytes(rows.count)}, ScalarType::Byte);
+  int64_t bytes = args.scratch_bytes(rows.count);
+#ifdef PDKERNELS_DEVICE_CUDA
+  bytes += args.padded_bytes(rows.view(), rows.count);
+#endif
+  const Tensor scratch = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
   args.set_rows(rows.view(), rows.count, out.data_ptr(), scratch.data_ptr());
   if (args.rows > 0 && total > 0) launch(PDK_VECTOR(quantized_linear), args);
   return out;

@@ -51,10 +51,8 @@ constexpr unsigned kMostBlocks = 8;  // that every GPU with clusters runs togeth
 // and at most `parts`. One where neither the device nor the kernel's code has clusters.
 template <class Kernel>
 unsigned blocks_of_row(Kernel* kernel, int64_t rows, int64_t parts, int resident) {
-  static const bool compiled = [&] {
-    cudaFuncAttributes attributes;
-    return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
-  }();
+  cudaFuncAttributes attributes;  // of its code for this device
+  const bool compiled = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
   int device = 0, clusters = 0, sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device);

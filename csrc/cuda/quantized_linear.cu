@@ -245,7 +245,8 @@ cudaError_t quantized_linear(const QuantizedLinearArgs& args, cudaStream_t strea
       p.group_blocks = static_cast<int>(std::min<int64_t>(part.layout.blocks_of_group(args.width), blocks));
       p.element = args.element;
       if (part.layout.number_rows) {
-        multiply_numbers(part.layout, p, args.x, args.width, args.padded_rows(), stream);
+        void* const padded = args.pads(args.x, args.rows) ? args.padded_rows() : nullptr;
+        multiply_numbers(part.layout, p, args.x, args.width, padded, stream);
       } else {
         launch_products(part.layout, p, stream);
       }

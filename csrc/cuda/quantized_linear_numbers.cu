@@ -235,9 +235,7 @@ void multiply_rows(const Layout& layout, NumberProducts& p, const RowsView& x, i
                    cudaStream_t stream) {
   const int64_t columns = int64_t{p.blocks} * kBlock;
   p.x = x.data, p.x_stride = x.row_stride * static_cast<int64_t>(sizeof(T));
-  const int64_t stride = p.row_count > 1 ? p.x_stride : 0;
-  const bool aligned = (static_cast<int64_t>(reinterpret_cast<uintptr_t>(x.data)) | stride) % (4 * sizeof(T)) == 0;
-  if (columns > 0 && (columns != width || !aligned)) {
+  if (columns > 0 && padded != nullptr) {
     const int64_t blocks = (p.row_count * columns + kThreads - 1) / kThreads;
     PDK_LAUNCH((pad_rows<T>), dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, x,
                static_cast<T*>(padded), p.row_count, width, columns);

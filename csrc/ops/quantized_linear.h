@@ -61,15 +61,21 @@ struct QuantizedLinearArgs {
     for (int64_t i = 0; i < part_count; ++i) some = some || !parts[i].layout.number_rows;
     return some;
   }
-  // Memory that the product of so many rows needs: of quantised ones, and on CUDA of those that stay numbers, which
-  // may have to be padded.
-  PDK_HD int64_t scratch_bytes(int64_t count) const { return quantized.bytes(count) + padded_bytes(count); }
-  PDK_HD int64_t padded_bytes(int64_t count) const {
+  // Memory that the product of so many rows needs: of quantised ones.
+  PDK_HD int64_t scratch_bytes(int64_t count) const { return quantizes() ? quantized.bytes(count) : 0; }
+  // Whether CUDA pads rows that stay numbers: it reads four numbers at a time, and whole blocks.
+  PDK_HD bool pads(const RowsView& from, int64_t count) const {
     bool numbers = false;
     for (int64_t i = 0; i < part_count; ++i) numbers = numbers || parts[i].layout.number_rows;
-    return numbers ? count * quantized.blocks * QuantizedLayout::kBlock * static_cast<int64_t>(sizeof(float)) : 0;
+    const int64_t bytes = bytes_of(element), stride = count > 1 ? from.row_stride * bytes : 0;
+    const bool aligned = (static_cast<int64_t>(reinterpret_cast<uintptr_t>(from.data)) | stride) % (4 * bytes) == 0;
+    return numbers && (!aligned || quantized.blocks * QuantizedLayout::kBlock != width);
   }
-  PDK_HD void* padded_rows() const { return reinterpret_cast<char*>(quantized.data) + quantized.bytes(rows); }
+  // Memory for these, behind the quantised ones.
+  PDK_HD int64_t padded_bytes(const RowsView& from, int64_t count) const {
+    return pads(from, count) ? count * quantized.blocks * QuantizedLayout::kBlock * bytes_of(element) : 0;
+  }
+  PDK_HD void* padded_rows() const { return reinterpret_cast<char*>(quantized.data) + scratch_bytes(rows); }
   PDK_HD void set_rows(const RowsView& from, int64_t count, void* to, void* scratch) {
     x = from, rows = count, out = {to, outputs()}, quantized.data = static_cast<QuantizedBlock*>(scratch);
   }

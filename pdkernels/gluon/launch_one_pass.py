@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -36,8 +37,9 @@ def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     blocks = batch * heads * q_blocks
     shared = args.plan_rows.dim() == 2
     rows_stride, plans = (0, 1) if shared else (args.plan_rows.stride(0), batch)
-    saved = Saved(*(torch.empty((batch, heads, q_blocks * steps.block_n), device=device) for _ in range(2)))
-    sums = torch.empty(blocks * steps.block_n * head_dim, device=device)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    saved = Saved(*(torch.empty((batch, heads, q_blocks * steps.block_n), **floats) for _ in range(2)))
+    sums = torch.empty(blocks * steps.block_n * head_dim, **floats)
     counters = torch.empty(1 + blocks, dtype=torch.int32, device=device)
     turns = torch.empty((plans, k_tiles, q_tiles, 4), dtype=torch.int32, device=device)
     turns_stride = 0 if shared else turns.stride(0)
@@ -54,7 +56,7 @@ def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     pieces, piece = split_group(heads // kv_heads, blocks_of_keys)
     partials = (dk, dv)
     if pieces > 1:
-        parts = torch.empty((2, pieces, *args.k.shape), device=device)
+        parts = torch.empty((2, pieces, *args.k.shape), **floats)
         partials = (parts[0], parts[1])
     one_pass_kernel[(batch * blocks_of_keys * pieces,)](
         *(describe(x, steps.block_n) for x in (args.q, grad)), *(describe_rows(x, steps.block_n) for x in saved),

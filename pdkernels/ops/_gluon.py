@@ -1,7 +1,8 @@
 """Whether a call runs a Gluon kernel or the Triton kernel that computes the same.
 
 Gluon kernels are for Hopper. Before the first call on a device, the kernel runs on a small input and is compared with
-the reference. If it fails, or its results differ, the Triton kernel serves the process, and a warning says so.
+the reference. If it fails, or its results differ, the Triton kernel serves the process (gradients in one pass: the kernels of
+two passes), and a warning says so.
 ``PDKERNELS_GLUON=0`` chooses the Triton kernels, ``PDKERNELS_GLUON=one-pass`` the backward pass of attention that has five
 products in place of seven, where its kernel serves.
 """
@@ -162,7 +163,8 @@ def _compare(
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
-        op = NAMES[type(sample)]
-        name = f"the Gluon kernel of {op} attention for heads of {like.shape[-1]} in {like.dtype}"
-        warnings.warn(f"pdkernels: {name} is not used on {like.device}, the Triton kernel is: {problem}", stacklevel=5)
+        one_pass = forward.__module__.endswith("_one_pass")
+        op, other = NAMES[type(sample)], "those of two passes are" if one_pass else "the Triton kernel is"
+        name = f"the Gluon kernel of {op} attention {'in one pass ' if one_pass else ''}for heads of {like.shape[-1]} in {like.dtype}"
+        warnings.warn(f"pdkernels: {name} is not used on {like.device}, {other}: {problem}", stacklevel=5)
     return not problem

@@ -46,6 +46,7 @@ class QuantizedWeight(torch.nn.Module):
     Its codes stay packed in memory, four to eight bits each, and products read them as they are. Matrices of other
     formats can be joined: a model's fused projection of queries, keys and values may have a format for each. A module
     without parameters: its bytes are buffers, so that `state_dict` and `to(device)` work; `to(dtype)` changes nothing.
+    How products take rows is no part of a `state_dict`; copies, pickles and joined matrices have it.
 
     Made by `quantize`, or by loading a quantised checkpoint.
 
@@ -140,10 +141,12 @@ class QuantizedWeight(torch.nn.Module):
             codes: ``(outputs, width)`` uint8 of 4 or 8 `bits`; of several matrices one after the other, as are scales
                 and zeros.
             scales: ``(outputs, groups)`` float16, bfloat16 or float32, finite.
-            zeros: ``(outputs, groups)`` uint8.
+            zeros: ``(outputs, groups)`` uint8, at most ``2**bits``.
             group: columns that share a scale, a multiple of `GROUP`; 0: all.
             matrices: as of the class.
         """
+        most = int(zeros.max()) if zeros.numel() else 0
+        check(most <= 2**bits, OP, "zeros", f"be at most {2**bits} for {bits} bits", most)
         width, wide = codes.shape[1], scales.float()
         fields = {"scale": wide[..., None], "zero": zeros[..., None]}
         if torch.equal(wide.half().float(), wide):

@@ -11,10 +11,12 @@ from pdkernels.serve.messages import CACHED, arguments_of, check_fields, part
 _ITEMS = {
     "message": ("role", "content", "phase"),
     "reasoning": ("summary", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "name", "output"),
+    "function_call": ("call_id", "name", "arguments", "caller"),
+    "function_call_output": ("call_id", "name", "output", "caller"),
 }
-"""Fields of items. A phase says which part of an answer a message was, and changes no text."""
+"""Fields of items. A phase says which part of an answer a message was, and changes no text, nor does who has called."""
+_EVERYWHERE = ("type", "id", "status", "internal_chat_message_metadata_passthrough")
+"""Fields of every item; the last one is Codex's own."""
 _PARTS: dict[str, tuple[str, ...]] = {
     "input_text": CACHED,
     "text": CACHED,
@@ -42,8 +44,8 @@ def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     for place, item in enumerate(items):
         where, kind = f"input.{place}", item.get("type", "message")
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if kind in _ITEMS:
-            check_fields(item, ("type", "id", "status", *_ITEMS[kind]), where)
+        if isinstance(kind, str) and kind in _ITEMS:
+            check_fields(item, (*_EVERYWHERE, *_ITEMS[kind]), where)
         if kind == "message":
             content, role = _content(item.get("content"), f"{where}.content"), part(item, "role", where, str)
             if role == "assistant" and last is not None and last.keys() <= {"role", "reasoning_content"}:
@@ -84,7 +86,7 @@ def _content(content: Any, place: str) -> str:
     texts = list[str]()
     for number, block in enumerate(content if isinstance(content, list) else [content]):
         kind, text = (block.get("type"), block.get("text")) if isinstance(block, Mapping) else (None, None)
-        if kind not in _PARTS or not isinstance(text, str):
+        if not isinstance(kind, str) or kind not in _PARTS or not isinstance(text, str):
             raise Refused(f"{place}: a part of type {shown(kind)} is not supported; only text is", 400, place)
         check_fields(block, ("type", "text", *_PARTS[kind]), f"{place}.{number}")
         texts.append(text)

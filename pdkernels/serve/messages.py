@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pdkernels._json import parsed_json
@@ -15,10 +16,12 @@ _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Fields of messages beside their contents."""
 CACHED = ("cache_control", "prompt_cache_breakpoint")
 """Fields of parts that say what may be kept for later requests. They change no text."""
+SENT_ALONG = (*CACHED, "id", "index", "annotations", "_meta")
+"""Fields of parts of text that clients send along. They change no text."""
 _UNSHOWN = ("audio", "refusal")
 """Fields of an answer's message that few templates show."""
-_READS_FUNCTION_CALL = re.compile(r"""(\.|["'])function_call\b""")
-"""What a template that shows such a field has: as an attribute or as a key."""
+_READ = re.compile(r"""(?:\.(?:get\(\s*["'])?|\[\s*["'])(\w+)""")
+"""A name that a template reads, as an attribute or as a key."""
 
 
 def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
@@ -54,9 +57,9 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
             made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
             called |= {call.get("id") or "": call["function"]["name"] for call in made["tool_calls"]}
         for field in _UNSHOWN:
-            if message.get(field) and field not in template:
+            if message.get(field) and field not in _read_by(template):
                 raise Refused(f"the chat template of this model does not show {field}", 400, f"{where}.{field}")
-        if message.get("function_call") and not _READS_FUNCTION_CALL.search(template):
+        if message.get("function_call") and "function_call" not in _read_by(template):
             fault = "the chat template of this model does not show function_call, which tool_calls have replaced"
             raise Refused(fault, 400, f"{where}.function_call")
         name = called.get(message.get("tool_call_id") or "")
@@ -83,8 +86,13 @@ def part(item: Mapping[str, Any], name: str, place: str, kind: Any, default: Any
     return value
 
 
+@lru_cache(maxsize=8)
+def _read_by(template: str) -> frozenset[str]:
+    return frozenset(_READ.findall(template))
+
+
 def check_fields(item: Mapping[str, Any], names: Collection[str], place: str) -> None:
-    """Refuses what a client sends beside fields with these names; null asks for nothing.
+    """Refuses what a client sends beside fields with these names; what is empty asks for nothing.
 
     >>> check_fields({"type": "text", "text": "a", "title": None}, ("type", "text"), "input.0")
 
@@ -92,13 +100,13 @@ def check_fields(item: Mapping[str, Any], names: Collection[str], place: str) ->
         Refused: there is another field.
     """
     for name, value in item.items():
-        if name not in names and value is not None:
+        if name not in names and value is not None and value not in ("", [], {}):
             where = f"{place}.{clipped(name, 60)}"
             raise Refused(f"{where} is not supported here", 400, where)
 
 
 def check_function(fields: Mapping[str, Any], template: str, place: str) -> None:
-    """Refuses fields of a function that the template does not name, such as one that is misspelt. What a function
+    """Refuses fields of a function that the template does not read, such as one that is misspelt. What a function
     returns is shown with it by templates that show the whole.
 
     Args:
@@ -106,7 +114,7 @@ def check_function(fields: Mapping[str, Any], template: str, place: str) -> None
         template: its source.
         place: of the function.
     """
-    check_fields(fields, [name for name in fields if name == "return" or name in template], place)
+    check_fields(fields, _read_by(template) | {"return"}, place)
 
 
 def arguments_of(arguments: Any, place: str) -> dict[str, Any]:
@@ -154,7 +162,7 @@ def _text(message: Mapping[str, Any], place: str, template: str) -> str | None:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise Refused(f"{place}: a part of type {shown(kind)} is not supported; only text is", 400, place)
-        check_fields(part, ("type", "text", *CACHED), f"{place}.{number}")
+        check_fields(part, ("type", "text", *SENT_ALONG), f"{place}.{number}")
         texts.append(part["text"])
     return "".join(texts)
 

@@ -19,7 +19,7 @@ from pdkernels.serve.answers import Answer
 from pdkernels.serve.blocks import Block, Step, block_steps
 from pdkernels.serve.errors import NO_THREAD, Refused, error_body, renamed, shown
 from pdkernels.serve.gate import told
-from pdkernels.serve.messages import CACHED, check_fields, handed_on, part
+from pdkernels.serve.messages import CACHED, SENT_ALONG, check_fields, handed_on, part
 from pdkernels.serve.schema import (
     LONGEST,
     TO_FIRST,
@@ -65,6 +65,10 @@ class _Tool(Strict):
     type: Literal["custom"] = "custom"
     strict: Flag | None = None
     cache_control: _CacheControl | None = None
+    eager_input_streaming: Flag | None = None
+    """Arguments are streamed as they are written anyhow."""
+    defer_loading: Literal[False] = False
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class _ToolChoice(Strict):
@@ -109,6 +113,17 @@ class _Metadata(Strict):
     user_id: str | None = None
 
 
+class _Edit(Strict):
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class _ContextManagement(Strict):
+    """What stays of the thoughts that are sent back: all."""
+
+    edits: list[_Edit] = []
+
+
 class CountRequest(Strict):
     """The body of `/v1/messages/count_tokens`."""
 
@@ -121,6 +136,7 @@ class CountRequest(Strict):
     output_config: _OutputConfig | None = None
     cache_control: _CacheControl | None = None
     """It changes no text: what can be shared is."""
+    context_management: _ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self, **extra: Any) -> ChatRequest:
@@ -207,7 +223,7 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         chat_message: dict[str, Any] = {"role": role, "content": ""}
         for number, block in enumerate(blocks):
             at, kind = f"{where}.content.{number}", block.get("type")
-            if kind in _BLOCKS:
+            if isinstance(kind, str) and kind in _BLOCKS:
                 check_fields(block, (*_BLOCKS[kind], *CACHED), at)
             if kind == "text":
                 chat_message["content"] += _block_text(block, at)
@@ -238,7 +254,7 @@ def _text(content: Any, place: str) -> str:
     texts = list[str]()
     for number, block in enumerate(content if isinstance(content, list) else [content]):
         texts.append(_block_text(block, place))
-        check_fields(block, (*_BLOCKS["text"], *CACHED), f"{place}.{number}")
+        check_fields(block, (*_BLOCKS["text"], *SENT_ALONG), f"{place}.{number}")
     return "".join(texts)
 
 

@@ -136,6 +136,8 @@ class ResponseRequest(InputRequest, OneAnswer, Common):  # type: ignore[misc]
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None = None
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     metadata: Metadata | None = None
+    client_metadata: dict[str, Any] | None = None
+    """What Codex says of itself."""
     include: Annotated[list[Literal["reasoning.encrypted_content"]], TO_FIRST] | None = None  # `_ENCRYPTED`
     """A thought is part of its item, which can be sent back: nothing is encrypted."""
     thinking_token_budget: Annotated[Integer, Field(ge=0)] | None = None
@@ -185,6 +187,7 @@ class ResponseStore:
     def __init__(self, most: int = _MAX_STORED, nbytes: int = _MAX_BYTES) -> None:
         self._most, self._max_bytes, self._nbytes = most, nbytes, 0
         self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._items = dict[str, dict[str, Any]]()
 
     def keep(self, stored: Stored) -> None:
         """Keeps a response, unless it is larger than all may be. The oldest ones make room."""
@@ -192,8 +195,9 @@ class ResponseStore:
             return
         self._kept[stored.response["id"]] = stored
         self._nbytes += stored.nbytes
+        self._items |= {item["id"]: item for item in stored.response.get("output", [])}
         while len(self._kept) > self._most or self._nbytes > self._max_bytes:
-            self._nbytes -= self._kept.popitem(last=False)[1].nbytes
+            self.forget(next(iter(self._kept)))
 
     def messages(self, response_id: str | None) -> list[dict[str, Any]]:
         """Those of the chat that ends with a response; None: none."""
@@ -203,6 +207,20 @@ class ResponseStore:
             raise self._missing(response_id, 400, "previous_response_id", "previous_response_not_found")
         return self._kept[response_id].messages
 
+    def whole(self, items: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """The items of an input, with those that stand for kept ones."""
+        if isinstance(items, str):
+            return items
+        return [
+            self._item(item.get("id"), place) if item.get("type") == "item_reference" else item
+            for place, item in enumerate(items)
+        ]
+
+    def _item(self, item_id: Any, place: int) -> dict[str, Any]:
+        if not isinstance(item_id, str) or item_id not in self._items:
+            raise Refused(f"input.{place}: the item {shown(item_id)} is not kept here", 400, f"input.{place}.id")
+        return self._items[item_id]
+
     def response(self, response_id: str) -> dict[str, Any]:
         """The response with an id."""
         if response_id not in self._kept:
@@ -211,8 +229,10 @@ class ResponseStore:
 
     def forget(self, response_id: str) -> None:
         """Removes a response."""
-        self.response(response_id)
+        response = self.response(response_id)
         self._nbytes -= self._kept.pop(response_id).nbytes
+        for item in response.get("output", []):
+            self._items.pop(item["id"], None)
 
     @staticmethod
     def _missing(response_id: str, status: int, field: str, code: str | None = None) -> Refused:
@@ -361,6 +381,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def respond(body: ResponseRequest, request: Request) -> Response:
         with renamed(_FIELDS):
+            body.input = store.whole(body.input)
             chat = await in_thread(body.chat, store.messages(body.previous_response_id))
         with renamed(_FIELDS, inside=False):
             answer = await service.chat(request, chat)
@@ -372,6 +393,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses/input_tokens")
     async def count(body: InputRequest) -> dict[str, Any]:
         with renamed(_FIELDS):
+            body.input = store.whole(body.input)
             chat = await in_thread(body.chat, store.messages(body.previous_response_id))
         with renamed(_FIELDS, inside=False):
             tokens = len(await in_thread(service.front.chat_tokens, chat))

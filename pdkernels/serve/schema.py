@@ -257,6 +257,9 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Flag | None = None
+    type: Literal["function"] | None = None
+    """Once more, as some clients say."""
+    cache_control: dict[str, Any] | None = None
 
 
 class Tool(Strict):
@@ -264,10 +267,13 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None
+    """It changes no text: what can be shared is."""
 
     def shown(self) -> dict[str, Any]:
         """As templates know it."""
-        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+        unshown: Any = {"function": {"strict", "type", "cache_control"}, "cache_control": True}
+        return self.model_dump(exclude_none=True, exclude=unshown)
 
 
 class ChatRequest(Settings):

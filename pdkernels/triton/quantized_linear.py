@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pdkernels import _quantized_formats
 from pdkernels._host import QUANTIZED_SCALES
-from pdkernels._quantized_formats import FIELDS
+from pdkernels._quantized_formats import FIELDS, Layout
 from pdkernels.triton.blocking import ROUNDED
 
 TILE = tl.constexpr(_quantized_formats.TILE)
@@ -325,7 +325,7 @@ def parts_of(
     found, first = [], 0
     for data, layout, count in zip(weights, layouts, outputs):
         if count > 0:
-            scales, bits, group = layout & 15, layout >> 4 & 15, layout >> 8
+            scales, bits, group = layout & 15, layout >> 4 & 15, Layout.of(layout).group_blocks
             kind = torch.float32 if FLOAT.value >> scales & 1 else torch.float16
             if data.data_ptr() % 16:
                 data = data.clone()

@@ -304,7 +304,7 @@ def _scan_step(
         return out
     step, pending_rows = dense(step), step.kept(rows)
     done = torch.empty(batch, dtype=torch.int64, device=v.device)
-    updates = torch.empty(batch, pending_rows, count, values, device=v.device) if delta else None
+    updates = torch.empty(batch, pending_rows, count, values, dtype=torch.float32, device=v.device) if delta else None
     aligned = all(size % 16 == 0 for size in (state.data_ptr(), *state.stride()[:3], values))
     tile = choose_tile(keys, values, batch * count, aligned)
     _scan[(batch * count * triton.cdiv(values, tile.columns),)](

@@ -14,6 +14,7 @@ import pdkernels as pd
 from pdkernels.ops.grouped_linear import _quantized_triton as grouped_triton
 from pdkernels.ops.library import OPS
 from pdkernels.ops.quantized_linear import _triton as triton
+from tests.harness.triton_interpreter import requires_triton, triton_device
 from tests.ops.implementations import Public, Simulated, implementation
 from tests.ops.test_quantized_linear import (
     ALL_LEVELS,
@@ -228,6 +229,42 @@ def test_triton_refuses_by_name() -> None:
         triton(x, *packed)
     with pytest.raises(NotImplementedError, match="quantized_grouped_linear: Triton has no product of rows"):
         grouped_triton(x, *packed, torch.tensor([2]))
+
+
+@requires_triton
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K"])
+def test_triton_takes_rows_of_the_matrix(name: str) -> None:
+    """An embedding on CUDA is Triton's, in all builds."""
+    from pdkernels.triton.quantized_linear import rows_of
+
+    w, device, ids = numbered(name, 40, 512), triton_device(), torch.tensor([39, 0, 7])
+    found = rows_of(ids.to(device), [x.to(device) for x in w.data], w.layouts, w.outputs, w.width, torch.float32)
+    assert torch.equal(found.cpu(), w.dequantize()[ids])
+
+
+def test_names_of_one_matrix_and_what_is_no_model() -> None:
+    both, shared = torch.nn.Module(), pd.quantize(torch.randn(32, 32), "q8_0")
+    both.first, both.second = shared, shared
+    pd.models.packed_rows_(both, "numbers")
+    assert both.first is both.second and both.first.rows == "numbers" and shared.rows == "int8"
+    head = torch.nn.Module()
+    head.matrix = shared
+    both.drafters = {"eagle": head}
+    pd.models.packed_rows_(both, "numbers")
+    assert head.matrix.rows == "numbers"
+    with pytest.raises(TypeError, match="model must be a module, got object"):
+        pd.models.packed_rows_(object(), "numbers")  # type: ignore[type-var]
+    for rows_, options in (("int4", {}), ("numbers", {"packed": False}), ("numbers", {"adapter": "x"})):
+        with pytest.raises((ValueError, NotImplementedError), match="packed_rows"):
+            pd.models.load("tiny-code", packed_rows=rows_, **options)
+
+
+def test_codes_of_zero_that_no_code_can_reach() -> None:
+    codes, scales = torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1)
+    zeros = torch.tensor([[16], [17]], dtype=torch.uint8)
+    assert pd.QuantizedWeight.from_integers("int4", codes, scales, zeros[:1].expand(2, 1), 4, 32).shape == (2, 32)
+    with pytest.raises(ValueError, match="zeros must be at most 16 for 4 bits, got 17"):
+        pd.QuantizedWeight.from_integers("int4", codes, scales, zeros, 4, 32)
 
 
 def test_a_model_says_it_of_all_its_matrices() -> None:

@@ -166,6 +166,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "previous_response_id": refused("resp_1"), "store": followed(False), "background": taken(False, refused=True),
         "stop": ENDS["stop"], "max_output_tokens": followed(4), "text": followed({"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}),
         "reasoning": followed({"effort": "low"}), "metadata": followed({"a": "b"}), "truncation": taken("disabled", refused="auto"),
+        "client_metadata": taken({"x-codex-installation-id": "a"}),
         "include": taken(["reasoning.encrypted_content"], refused=["message.output_text.logprobs"]),
         "access_programs": refused({}), "background_options": refused({}), "context_management": refused([{"type": "compaction"}]),
         "conversation": refused("conv_1"), "image": refused({}), "max_tool_calls": refused(1), "moderation": refused({"model": "m"}),
@@ -193,6 +194,7 @@ CLAUDE_TOOL = {"name": "get", "input_schema": FUNCTION["parameters"]}
 TABLE[COUNT] = {
     "model": refused("another"), "messages": followed([{"role": "user", "content": "x"}]), "system": followed("Be kind."),
     "tools": followed([CLAUDE_TOOL]), "tool_choice": followed({"type": "none"}, tools=[CLAUDE_TOOL]), "thinking": followed({"type": "adaptive"}),
+    "context_management": taken({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, refused={"edits": [{"type": "clear_tool_uses_20250919"}]}),
     "output_config": followed({"effort": "low"}), "cache_control": taken({"type": "ephemeral"}),
     "chat_template_kwargs": followed({"enable_thinking": True}), "speed": refused("fast"), "user_profile_id": refused("u"),
     "workspace_id": refused("w"),

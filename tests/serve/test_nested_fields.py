@@ -76,6 +76,20 @@ def said(kind: str, **fields: Any) -> dict[str, Any]:
 BREAK = {"mode": "explicit"}
 TAKEN = [
     (TOKENIZE, chat({}), chat({"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": BREAK, "title": None})),
+    (TOKENIZE, chat({}), chat({"id": "lc_1", "index": 0, "annotations": [], "_meta": {"a": 1}})),
+    *(
+        (TOKENIZE, {**chat({}), "tools": [{"type": "function", "function": FUNCTION}]}, {**chat({}), "tools": [tool]})
+        for tool in (
+            {"type": "function", "function": {**FUNCTION, "type": "function"}},
+            {"type": "function", "function": FUNCTION, "cache_control": {"type": "ephemeral"}},
+        )
+    ),
+    (COUNT, block("tool_result"), block("tool_result", content=[{"type": "text", "text": "a", "id": "lc_1"}])),
+    (COUNT, block("text"), {**block("text"), "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+    (COUNT, {**block("text"), "tools": [{"name": "a", "input_schema": {}}]}, {**block("text"), "tools": [{"name": "a", "input_schema": {}, "eager_input_streaming": True, "defer_loading": False, "input_examples": []}]}),
+    (INPUT, item("message"), item("message", internal_chat_message_metadata_passthrough={"a": 1})),
+    (INPUT, item("function_call"), item("function_call", caller={"type": "direct"})),
+    (INPUT, item("reasoning"), item("reasoning", encrypted_content="")),
     (COUNT, block("text"), block("text", cache_control={"type": "ephemeral"}, citations=[])),
     (COUNT, block("tool_result"), block("tool_result", cache_control={"type": "ephemeral"}, is_error=True)),
     (COUNT, block("thinking"), block("thinking", signature="s")),
@@ -110,11 +124,18 @@ def test_fields_that_the_template_reads(route: str, without: Any, beside: Any, c
 TOOL = "tools.0.function"
 REFUSED = [
     (CHAT, chat({"detail": "high"}), "messages.0.content.0.detail"),
-    (CHAT, chat({"annotations": []}), "messages.0.content.0.annotations"),
+    (CHAT, chat({"citations": ["a"]}), "messages.0.content.0.citations"),
     (CHAT, chat({"x" * 300: 1}), "messages.0.content.0.xxx"),
     (CHAT, {"messages": [{"role": "assistant", "content": "a", "audio": {"id": "a"}}]}, "messages.0.audio"),
     (CHAT, {"messages": [{"role": "assistant", "content": "a", "refusal": "No."}]}, "messages.0.refusal"),
     *((route, {**chat({}), "tools": [{"type": "function", "function": {**FUNCTION, "descripton": "Gets."}}]}, f"{TOOL}.descripton") for route in (CHAT, TOKENIZE)),
+    *((CHAT, {**chat({}), "tools": [{"type": "function", "function": {**FUNCTION, name: "Gets."}}]}, f"{TOOL}.{name}") for name in ("example", "func", "m")),
+    *((route, body, field) for kind in (["text"], {"a": 1}) for route, body, field in (
+        (COUNT, {"messages": [{"role": "user", "content": [{"type": kind, "text": "a"}]}]}, "messages.0.content.0"),
+        (INPUT, {"input": [{"type": kind, "role": "user", "content": "a"}]}, "input.0"),
+        (INPUT, {"input": [{"role": "user", "content": [{"type": kind, "text": "a"}]}]}, "input.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": kind, "text": "a"}]}]}, "messages.0.content"),
+    )),
     (CHAT, {**chat({}), "tools": [{"type": "function", "function": FUNCTION, "async": True}]}, "tools.0.async"),
     (CHAT, {**chat({}), "stream": True, "stream_options": {"include_usage": True, "include_all": True}}, "stream_options.include_all"),
     (CHAT, {**chat({}), "response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
@@ -147,7 +168,10 @@ def test_other_fields_are_refused_by_name(route: str, body: Any, field: str, cli
 
 def test_what_the_template_names_is_no_misspelling() -> None:
     message = {"role": "assistant", "content": "a", "refusal": "No.", "audio": None}
-    assert plain([message], "{{ m.refusal }}")[0]["refusal"] == "No."
+    for template in ("{{ m.refusal }}", "{{ m['refusal'] }}", '{{ m.get("refusal") }}'):
+        assert plain([message], template)[0]["refusal"] == "No."
+    with pytest.raises(Refused, match="does not show refusal"):
+        plain([message], "{% if m.kind == 'refusal' %}{{ m.refusals }}{% endif %}")
     with pytest.raises(Refused, match="does not show refusal"):
         plain([message], "{{ m.content }}")
 
@@ -165,7 +189,7 @@ def test_every_field_of_the_clients_is_in_a_row() -> None:
         "function_call": responses.ResponseFunctionToolCallParam,
     }  # fmt: skip
     for kind, params in items.items():
-        refused = {"encrypted_content", "async", "caller", "namespace"}
+        refused = {"encrypted_content", "async", "namespace"}
         assert set(get_type_hints(params)) - {"id", "type", "status", *_ITEMS[kind]} <= refused
     for kind, params in {
         "input_text": responses.ResponseInputTextParam,
@@ -182,3 +206,21 @@ def test_inputs_are_counted_as_they_are_read(client: Any) -> None:
     assert counted["input_tokens"] == answer["usage"]["input_tokens"]
     body |= {"previous_response_id": answer["id"]}
     assert client.post(INPUT, json=body).json()["input_tokens"] > counted["input_tokens"]
+
+
+def test_items_that_are_kept_can_be_named(client: Any) -> None:
+    """As clients do in the next step of a loop over tools."""
+    first = client.post(RESPONSES, json={"model": "tiny", "input": "Hi"}).json()
+    question = {"role": "user", "content": "Hi"}
+    whole = [question, *first["output"], question]
+    named = [question, *({"type": "item_reference", "id": item["id"]} for item in first["output"]), question]
+    counts = [
+        client.post(INPUT, json={"model": "tiny", "input": items}).json()["input_tokens"] for items in (whole, named)
+    ]
+    assert first["output"] and counts[0] == counts[1]
+    assert (
+        client.post(RESPONSES, json={"model": "tiny", "input": named, "client_metadata": {"a": "b"}}).status_code == 200
+    )
+    assert client.delete(f"{RESPONSES}/{first['id']}").status_code == 200
+    error = client.post(INPUT, json={"model": "tiny", "input": named}).json()["error"]
+    assert error["param"] == "input.1.id" and "is not kept here" in error["message"]

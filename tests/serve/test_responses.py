@@ -137,7 +137,7 @@ def test_responses_that_follow_each_other(serve: Any) -> None:
         ({"conversation": "c"}, "conversation is not supported here"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"include": ["message.output_text.logprobs"]}, "include.0"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: an item of type 'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: the item 'x' is not kept here"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content: a part of type 'input_image'"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": "?"}] * 400}, "the prompt has 401 tokens"),

@@ -57,7 +57,8 @@ def packed_rows_(model: _Model, rows: str) -> _Model:
     """Makes products with all packed matrices of a model take rows of `x` in another way, in place.
 
     Args:
-        model: of `load`, of `quantize`, or wrapped; any module with a `QuantizedWeight` in it.
+        model: of `load` or `quantize`, with the drafters that it has; or any other module with a `QuantizedWeight` in it,
+            such as one of transformers before it is wrapped.
         rows: "int8" or "numbers", see `QuantizedWeight.with_rows`.
 
     Returns:
@@ -65,6 +66,7 @@ def packed_rows_(model: _Model, rows: str) -> _Model:
 
     Raises:
         ValueError: other rows, or a model without packed matrices.
+        TypeError: no module, such as a wrapped model.
 
     Example:
         >>> import pdkernels as pd
@@ -72,14 +74,19 @@ def packed_rows_(model: _Model, rows: str) -> _Model:
         >>> pd.models.packed_rows_(model, "numbers").embedding.rows
         'numbers'
     """
+    op = "packed_rows_"
+    remedy = "A model of transformers is changed before it is wrapped."
+    check_type(isinstance(model, nn.Module), op, "model", "be a module", type(model).__name__, remedy)
+    heads = [head for head in getattr(model, "drafters", {}).values() if isinstance(head, nn.Module)]
     changed: dict[int, QuantizedWeight] = {}
-    for module in list(model.modules()):
-        for name, child in module.named_children():
+    trees: list[nn.Module] = [model, *heads]
+    for module in [module for tree in trees for module in tree.modules()]:
+        for name, child in list(module._modules.items()):  # a matrix with two names has both
             if isinstance(child, QuantizedWeight):
                 if id(child) not in changed:
                     changed[id(child)] = child.with_rows(rows)
                 setattr(module, name, changed[id(child)])
-    check(bool(changed), "packed_rows_", "model", "have packed matrices", "none")
+    check(bool(changed), op, "model", "have packed matrices", "none", "Load it with packed=True.")
     return model
 
 

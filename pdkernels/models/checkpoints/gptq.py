@@ -180,7 +180,7 @@ def read(fields: Fields, method: str) -> Scheme:
             value is one or (value == one and type(value) is str) for one in only
         ):
             refuse(fields, name, f"be {' or '.join(map(str, only))}", value)
-    alias = fields.get("method", method)  # GPTQModel writes it under two names
+    alias = fields.get("method") or method  # GPTQModel writes it under two names
     if str(alias).lower() != method:
         refuse(fields, "method", f"be absent or {method}, the quant_method", alias)
     for name in ("dynamic", "extra_config", "regex_config"):

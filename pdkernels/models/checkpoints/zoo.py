@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from pdkernels import _memory
+from pdkernels._quantized_formats import ROWS
 from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse, sentence
 from pdkernels.models.architectures.caches import with_cache_dtype
 from pdkernels.models.architectures.config import ExpertsConfig
@@ -121,7 +122,8 @@ def load(
             cannot stay packed. Of a folder, these are the matrices that its ``quantization_config`` is for: AWQ, GPTQ,
             whole numbers of compressed-tensors, or the MXFP4 of gpt-oss.
         packed_rows: "numbers" lets products with packed matrices leave their other factor as it is (W4A16), as users of
-            AWQ and GPTQ expect; "int8" and None: they quantise it. See `packed_rows_`.
+            AWQ and GPTQ expect; "int8": they quantise it, as without this. Either keeps matrices packed on any device, and
+            refuses a model without packed ones. See `packed_rows_`.
         cache_dtype: of the KV caches that the model makes (`Transformer.cache_dtype`): torch.int8 for rows of 8 bits,
             which take about half the memory of 16 bits and are read in every method alike; of a float32 model, such as
             a packed one, torch.float16 for rows in half the memory, on CPUs; None: the model's.
@@ -145,6 +147,10 @@ def load(
         >>> result.text
         's\\n'
     """
+    if packed_rows is not None:
+        check(packed_rows in ROWS, OP, "packed_rows", f"be one of {', '.join(ROWS)}, or None", repr(packed_rows))
+        refuse(packed is False or adapter is not None, OP, "packed_rows is for matrices that stay packed")
+        packed = True if torch.device(device).type != "cpu" else packed
     if drafter is not None and (drafter_method(drafter) or is_own_folder(name_or_path, drafter)):
         model: Any = load(
             name_or_path,
@@ -157,7 +163,7 @@ def load(
         )
         head = load_drafter(drafter, model)
         model.drafters = {head.method: head}
-        return cast(Model, model)
+        return cast(Model, model if packed_rows is None else packed_rows_(model, packed_rows))
     loaded = _load(name_or_path, dtype, device, adapter, drafter, packed)
     if packed_rows is not None:
         packed_rows_(cast(torch.nn.Module, loaded), packed_rows)

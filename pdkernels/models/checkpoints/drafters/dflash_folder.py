@@ -121,7 +121,9 @@ def _layer_fields(inner: Fields) -> dict[str, Any]:
     """What `from_hf_config` reads of the layers, which are those of Qwen3, also where the class of their sizes is
     Llama's."""
     family = inner.get("model_type", "qwen3")
-    demand(family in DEFAULTS, "model_type", f"be one of {', '.join(DEFAULTS)}", shown(family))
+    demand(
+        isinstance(family, str) and family in DEFAULTS, "model_type", f"be one of {', '.join(DEFAULTS)}", shown(family)
+    )
     # Their blocks see themselves whole, and what is said of that is checked before.
     sizes = {name: value for name, value in inner.given.items() if name != "is_causal"}
     if family == "llama":  # whose sizes of heads follow from others

@@ -284,7 +284,9 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
         demand(published, "architectures", "be those of an EAGLE-3 head (midlayer.*)", shown(names))
         _check_published(fields)
         inner, family = fields, fields.get("model_type", "llama")
-    demand(family in DEFAULTS, "model_type", f"be one of {', '.join(DEFAULTS)}", shown(family))
+    demand(
+        isinstance(family, str) and family in DEFAULTS, "model_type", f"be one of {', '.join(DEFAULTS)}", shown(family)
+    )
     # A head has no embedding to tie: where it has none, it reads the target's.
     body_fields = {**DEFAULTS[str(family)], **inner.given, "model_type": family, "tie_word_embeddings": False}
     if kind is None:
