@@ -80,8 +80,8 @@ class Timed(NamedTuple):
 WINDOW = (
     Timed("A", 60, test_again),
     Timed("B", 90, whole_model),
-    Timed("C", 90, benchmarks("C", "", "quantized_linear", "linear", "token_statistics", "filter_logits")),
-    Timed("D", 120, without_host),
+    Timed("C", 110, benchmarks("C", "", "quantized_linear", "linear", "token_statistics", "filter_logits")),
+    Timed("D", 100, without_host),
     Timed("E", 60, benchmarks("E", "", "recurrent_state", "recurrent_step", "kv_cache", "verify_draft")),
     Timed("F", 90, benchmarks("F", "bwd and (pdkernels or cuDNN)", "block_sparse_attention")),
     Timed("G", 30, checked("memcheck")),
