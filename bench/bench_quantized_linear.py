@@ -32,7 +32,7 @@ LAYOUTS = {
 }
 NUMBERS = ", numbers"
 CANDIDATES = (*LAYOUTS, *(f"{name}{NUMBERS}" for name in ("q4_0", "q8_0", "int4 in groups of 128")))
-"""Formats; behind some how products take rows, unless they quantise them."""
+"""Formats, and some of them with rows that stay numbers."""
 ROWS = (1, 4, 8, 16, 64)
 
 

@@ -51,16 +51,16 @@ constexpr unsigned kMostBlocks = 8;  // that every GPU with clusters runs togeth
 // and at most `parts`. One where neither the device nor the kernel's code has clusters.
 template <class Kernel>
 unsigned blocks_of_row(Kernel* kernel, int64_t rows, int64_t parts, int resident) {
-  cudaFuncAttributes attributes;  // of its code for this device
-  const bool compiled = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
   int device = 0, clusters = 0, sms = 0;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (parts < 2 || 2 * rows > resident * sms) return 1;
+  cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device);
+  cudaFuncAttributes attributes;  // of its code for this device
+  if (clusters == 0 || cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess || attributes.ptxVersion < 90)
+    return 1;
   unsigned blocks = 1;
-  while (compiled && clusters != 0 && blocks < kMostBlocks && 2 * blocks <= parts &&
-         2 * blocks * rows <= resident * sms)
-    blocks *= 2;
+  while (blocks < kMostBlocks && 2 * blocks <= parts && 2 * blocks * rows <= resident * sms) blocks *= 2;
   return blocks;
 }
 

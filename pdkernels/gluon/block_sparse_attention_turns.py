@@ -28,13 +28,13 @@ def listed_before(order, count, lists, begin, middle, end):
     for first in range(0, count, 128):
         position = first + gl.arange(0, 128, layout=POSITIONS)
         tile = gl.load(order + position * 4, mask=position < count, other=-1)
-        listed = gl.zeros([128], gl.int32, POSITIONS)
+        in_list = gl.zeros([128], gl.int32, POSITIONS)
         for pair in range(begin, middle):
-            inside = (tile >= gl.load(lists + 2 * pair)) & (tile < gl.load(lists + 2 * pair + 1))
-            listed |= inside.to(gl.int32)
+            in_range = (tile >= gl.load(lists + 2 * pair)) & (tile < gl.load(lists + 2 * pair + 1))
+            in_list |= in_range.to(gl.int32)
         for entry in range(middle, end):
-            listed |= (tile == gl.load(lists + 2 * entry)).to(gl.int32)
-        total += gl.sum(listed, 0)
+            in_list |= (tile == gl.load(lists + 2 * entry)).to(gl.int32)
+        total += gl.sum(in_list, 0)
     return total
 
 
@@ -51,8 +51,8 @@ def as_many_visits(side, tiles, lists, visits):
         total = gl.load(row + 2) - middle
         for i in range(0, gl.max(middle - begin, 0)):
             pair = lists + 2 * (begin + i)
-            listed = begin + i < middle
-            total += gl.load(pair + 1, mask=listed, other=0) - gl.load(pair, mask=listed, other=0)
+            in_ranges = begin + i < middle
+            total += gl.load(pair + 1, mask=in_ranges, other=0) - gl.load(pair, mask=in_ranges, other=0)
         above += gl.sum((there & (total > visits)).to(gl.int32), 0)
         level += gl.sum((there & (total == visits)).to(gl.int32), 0)
     return above, above + level
@@ -73,8 +73,8 @@ def describe_kernel(turns, plan_rows, lists, rows_stride, turns_stride, q_tiles,
     begin, middle, end = gl.load(row), gl.load(row + 1), gl.load(row + 2)
     bitmap = -2
     for each in range(begin, middle):
-        inside = (key >= gl.load(lists + 2 * each)) & (key < gl.load(lists + 2 * each + 1))
-        bitmap = gl.where(inside, -1, bitmap)
+        in_range = (key >= gl.load(lists + 2 * each)) & (key < gl.load(lists + 2 * each + 1))
+        bitmap = gl.where(in_range, -1, bitmap)
     for entry in range(middle, end):
         bitmap = gl.where(gl.load(lists + 2 * entry) == key, gl.load(lists + 2 * entry + 1), bitmap)
     if bitmap >= -1:

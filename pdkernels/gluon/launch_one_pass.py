@@ -56,8 +56,8 @@ def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     pieces, piece = split_group(heads // kv_heads, blocks_of_keys)
     partials = (dk, dv)
     if pieces > 1:
-        parts = torch.empty((2, pieces, *args.k.shape), **floats)
-        partials = (parts[0], parts[1])
+        partial_sums = torch.empty((2, pieces, *args.k.shape), **floats)
+        partials = (partial_sums[0], partial_sums[1])
     one_pass_kernel[(batch * blocks_of_keys * pieces,)](
         *(describe(x, steps.block_n) for x in (args.q, grad)), *(describe_rows(x, steps.block_n) for x in saved),
         *(describe(x, 64) for x in (args.k, args.v)), dq, *partials, sums, counters,

@@ -205,7 +205,7 @@ class QuantizedWeight(torch.nn.Module):
     @property
     def rows(self) -> str:
         """How products take rows of `x`: "int8", "numbers", or both joined by a comma, see `with_rows`."""
-        return ", ".join(dict.fromkeys(part.layout.rows for part in self.parts()))
+        return ", ".join(dict.fromkeys(piece.layout.rows for piece in self.parts()))
 
     def with_rows(self, rows: str) -> QuantizedWeight:
         """The same matrix, which shares its memory, for products that take rows of `x` in another way.
@@ -222,8 +222,8 @@ class QuantizedWeight(torch.nn.Module):
             (tensor([0.0000, 1.9528, 3.9055, 5.8583]), tensor([0., 2., 4., 6.]))
         """
         check(rows in ROWS, OP, "rows", f"be one of {', '.join(ROWS)}", repr(rows))
-        parts = [part._replace(layout=part.layout._replace(rows=rows)) for part in self.parts()]
-        return QuantizedWeight(parts, self.width, self.matrices).train(self.training)
+        pieces = [piece._replace(layout=piece.layout._replace(rows=rows)) for piece in self.parts()]
+        return QuantizedWeight(pieces, self.width, self.matrices).train(self.training)
 
     @property
     def data(self) -> list[Tensor]:

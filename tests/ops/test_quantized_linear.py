@@ -274,14 +274,12 @@ def test_triton_on_nothing(rows_: int, outputs: int, width: int) -> None:
     assert rows_of(ids, *given, width, torch.float32).shape == (len(ids), width)
 
 
-@given(data=st.data())
-@settings(max_examples=60)
-def test_a_row_has_the_same_bits_in_any_batch(data: st.DataObject) -> None:
+def check_batches(data: st.DataObject, taken: str, counts: list[int]) -> None:
+    """A row has the same bits in any batch and on any number of threads; `taken`: how products take rows."""
     name = data.draw(st.sampled_from(list(LAYOUTS)))
     width, outputs = data.draw(st.sampled_from(WIDTHS[name])), data.draw(st.integers(1, 80) | st.just(600))
-    dtype = data.draw(st.sampled_from(DTYPES))
-    count = data.draw(st.sampled_from([40, 150]))
-    w, x = weight(name, outputs, width), rows(count, width).to(dtype)
+    dtype, count = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(counts))
+    w, x = weight(name, outputs, width).with_rows(taken), rows(count, width).to(dtype)
     whole = pd.quantized_linear(x, w)
     first = data.draw(st.integers(0, count - 1))
     last = data.draw(st.integers(first + 1, count))
@@ -292,6 +290,12 @@ def test_a_row_has_the_same_bits_in_any_batch(data: st.DataObject) -> None:
         assert torch.equal(pd.quantized_linear(x, w), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_row_has_the_same_bits_in_any_batch(data: st.DataObject) -> None:
+    check_batches(data, "int8", [40, 150])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -21,6 +21,7 @@ from tests.ops.test_quantized_linear import (
     DTYPES,
     LAYOUTS,
     WIDTHS,
+    check_batches,
     matrix,
     numbers,
     rows,
@@ -104,20 +105,7 @@ def check_bits(ops: Any, name: str, width: int, counts: tuple[int, ...]) -> None
 @given(data=st.data())
 @settings(max_examples=40)
 def test_a_row_has_the_same_bits_in_any_batch(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(list(LAYOUTS)))
-    width, outputs = data.draw(st.sampled_from(WIDTHS[name])), data.draw(st.integers(1, 80) | st.just(600))
-    dtype, count = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([9, 130]))
-    w, x = numbered(name, outputs, width), rows(count, width).to(dtype)
-    whole = pd.quantized_linear(x, w)
-    first = data.draw(st.integers(0, count - 1))
-    last = data.draw(st.integers(first + 1, count))
-    assert torch.equal(pd.quantized_linear(x[first:last], w), whole[first:last])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(data.draw(st.integers(1, 4)))
-        assert torch.equal(pd.quantized_linear(x, w), whole)
-    finally:
-        torch.set_num_threads(threads)
+    check_batches(data, "numbers", [9, 130])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from pdkernels.models.files.layout import DTYPES, Layout, Parts, Stored
 from pdkernels.ops.quantized_weight import QuantizedWeight
 
 METHODS = (*gptq.METHODS, compressed.METHOD)
-FIELDS = CONFIG_FIELDS
 _ROLES: dict[str, Role] = {"embedding": "embedding", "layer_embedding": "embedding", "head": "head"}
 _REMEDY = "Load a GGUF file or a checkpoint of numbers, which pd.quantize packs."
 
@@ -28,15 +27,15 @@ _REMEDY = "Load a GGUF file or a checkpoint of numbers, which pd.quantize packs.
 def scheme_of(fields: Fields) -> Scheme | None:
     """What a config.json says of quantised matrices; None: there are none."""
     text = language_fields(fields)
-    inner = next((name for name in FIELDS if text is not fields and name in text.values), None)
+    inner = next((name for name in CONFIG_FIELDS if text is not fields and name in text.values), None)
     if inner is not None:
         refuse(text, inner, "be absent: the outer config says what is quantised", text.get(inner))
-    names = [name for name in FIELDS if name in fields.values]
+    names = [name for name in CONFIG_FIELDS if name in fields.values]
     check(len(names) < 2, OP, "config.json", "describe quantised matrices once", some(names))
     if not names:
         return None
     config = fields.part(names[0])
-    method = config.get("quant_method", compressed.METHOD if names[0] == FIELDS[1] else None)
+    method = config.get("quant_method", compressed.METHOD if names[0] == CONFIG_FIELDS[1] else None)
     if method in gptq.METHODS:
         return gptq.read(config, method)
     if method != compressed.METHOD:
@@ -79,7 +78,13 @@ class QuantizedFolder(NamedTuple):
             bias = f"{source.removesuffix('.weight')}.bias"
             if bias in unread and bias not in names:
                 _check_zero(weights, bias, unread.pop(bias))
-        check(bool(formats), OP, f"{layout.source}: {FIELDS[0]}", "be for some of the checkpoint's matrices", "none")
+        check(
+            bool(formats),
+            OP,
+            f"{layout.source}: {CONFIG_FIELDS[0]}",
+            "be for some of the checkpoint's matrices",
+            "none",
+        )
         layout.stored(unread)
         return cls(layout, weights, formats, packed)
 
@@ -169,7 +174,7 @@ def _take(unread: dict[str, Stored], module: str, form: Format, shape: tuple[int
     ]
     if absent_names:
         actual = "numbers" if f"{module}.weight" in unread and "weight" not in needed else "none"
-        expectation = f"hold {some(f'{module}.{name}' for name in absent_names)}, as {FIELDS[0]} says"
+        expectation = f"hold {some(f'{module}.{name}' for name in absent_names)}, as {CONFIG_FIELDS[0]} says"
         fail(OP, "checkpoint", expectation, actual)
     for name, (expected, dtypes, _) in needed.items():
         tensor = unread.pop(f"{module}.{name}", None)

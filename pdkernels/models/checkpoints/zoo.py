@@ -41,10 +41,11 @@ from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_
 from pdkernels.models.checkpoints.hf import ARCHITECTURES, from_hf_config
 from pdkernels.models.checkpoints.hf_experts import GPT_OSS, LLADA_MOE
 from pdkernels.models.checkpoints.hf_language import language_fields
+from pdkernels.models.checkpoints.integers import CONFIG_FIELDS
 from pdkernels.models.checkpoints.missing import refuse_missing
 from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
 from pdkernels.models.checkpoints.plan_folder import plan_tokens_of
-from pdkernels.models.checkpoints.quantized_folder import FIELDS, QuantizedFolder, scheme_of
+from pdkernels.models.checkpoints.quantized_folder import QuantizedFolder, scheme_of
 from pdkernels.models.files.fields import OP, Fields, demand, shown
 from pdkernels.models.files.folder import Weights, member, read_fields
 from pdkernels.models.files.layout import DTYPES, Layout
@@ -453,14 +454,14 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
     """The configuration of a parsed config.json of any known architecture, and its tensors."""
     recurs = huginn.is_huginn(fields.given)
     unpacked = recurs or fields.get("model_type") == llada2.MODEL_TYPE  # whose rows are in another order
-    for name in FIELDS if unpacked or not quantised else ():
+    for name in CONFIG_FIELDS if unpacked or not quantised else ():
         demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
     if recurs:
         recurrent = huginn.from_huginn_config(fields.given)
         return recurrent, huginn.layout(recurrent)
     kind = _kind(fields)
     if kind in hybrid_hf.ARCHITECTURES:
-        for name in FIELDS if quantised else ():
+        for name in CONFIG_FIELDS if quantised else ():
             demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
         mixed = hybrid_hf.from_hybrid_config(fields.given)
         return mixed, hybrid_hf.layout(mixed, str(kind))

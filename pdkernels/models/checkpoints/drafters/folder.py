@@ -24,8 +24,9 @@ from pdkernels.models.checkpoints.drafters import dflash_folder, mtp_folder
 from pdkernels.models.checkpoints.drafters.dflash_kinds import KINDS, new_head, refuse_others
 from pdkernels.models.checkpoints.drafters.packed import packed_tensors, quantization_config
 from pdkernels.models.checkpoints.hf import from_hf_config
+from pdkernels.models.checkpoints.integers import CONFIG_FIELDS
 from pdkernels.models.checkpoints.packaged import weight_folder, weight_folders
-from pdkernels.models.checkpoints.quantized_folder import FIELDS, QuantizedFolder, scheme_of
+from pdkernels.models.checkpoints.quantized_folder import QuantizedFolder, scheme_of
 from pdkernels.models.drafters.dflash import DFlashConfig, DFlashHead
 from pdkernels.models.drafters.eagle import EagleConfig, EagleHead
 from pdkernels.models.drafters.mtp import MtpConfig, MtpHead
@@ -112,7 +113,9 @@ def load_drafter(
     maps, scheme = weights.stored, scheme_of(fields)
     of_speculators = fields.get("speculators_model_type") is not None
     if mtp_folder.describes(fields) and not of_speculators and not {_FIRST_NORM, "fc.weight"} & maps.keys():
-        demand(scheme is None, FIELDS[0], "be absent, for layers that draft", shown(fields.get(FIELDS[0])))
+        demand(
+            scheme is None, CONFIG_FIELDS[0], "be absent, for layers that draft", shown(fields.get(CONFIG_FIELDS[0]))
+        )
         refuse(packed is True, OP, f"packed must not be True for {folder}, whose matrices are not quantised")
         return _mtp_head(mtp_folder.config_of(fields, target), weights, target, dtype)
     _check_tokenizer(folder, target)
@@ -244,7 +247,7 @@ def save_drafter(
     else:
         fields = {**dflash_folder.written(config, dtype, target, tokens)}
     if kinds:
-        fields[FIELDS[0]] = quantization_config(kinds, unquantised)
+        fields[CONFIG_FIELDS[0]] = quantization_config(kinds, unquantised)
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
